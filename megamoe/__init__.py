@@ -1,0 +1,1 @@
+"""megamoe: the runtime library of the expert layers (the door; see CONTRIBUTING.md for the map)."""
