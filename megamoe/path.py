@@ -1,0 +1,131 @@
+"""Path choice: a pure function of agreed numbers, so that ranks never split.
+
+`choose_path` takes the agreed plan, the bundle that every rank built alike and the agreed policy; a rank's own
+count is not among its inputs. A step larger than the largest capacity is cut into sub-steps, each with its own
+choice by its own agreed maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.bundle import Bundle, Deployment, Path
+from megamoe.errors import ConfigError, InvalidArgumentError, must_be
+from megamoe.step import Phase, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathPolicy:
+    """Which built paths may serve. `version` is agreed: a new policy takes effect at one step on all ranks.
+
+    compact cannot be switched off: it is what everything else falls back to.
+    """
+
+    version: int = 0
+    small_m_enabled: bool = False
+    fixed_slot_enabled: bool = True
+    large_m_enabled: bool = False
+    large_m_min_tokens: int = 1024
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> PathPolicy:
+        """The starting policy (version 0) of a deployment."""
+        return cls(
+            small_m_enabled=deployment.small_m_enabled,
+            large_m_enabled=deployment.large_m_enabled,
+            large_m_min_tokens=deployment.large_m_min_tokens,
+        )
+
+    def allows(self, path: Path) -> bool:
+        return {
+            Path.SMALL_M: self.small_m_enabled,
+            Path.FIXED_SLOT: self.fixed_slot_enabled,
+            Path.LARGE_M: self.large_m_enabled,
+            Path.COMPACT: True,
+        }[path]
+
+    def with_path(self, path: Path, enabled: bool) -> PathPolicy:
+        """The next version with `path` switched. Raises ConfigError for compact."""
+        if path is Path.COMPACT:
+            raise ConfigError("path must be small_m, fixed_slot or large_m, got compact: it can never be switched off")
+        switches = {
+            "small_m_enabled": self.small_m_enabled,
+            "fixed_slot_enabled": self.fixed_slot_enabled,
+            "large_m_enabled": self.large_m_enabled,
+        }
+        switches[f"{path}_enabled"] = enabled
+        return PathPolicy(version=self.version + 1, large_m_min_tokens=self.large_m_min_tokens, **switches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubStep:
+    """One executed piece of a layer call: rows [start_row, stop_row) of every rank, on one path.
+
+    num_rows_per_rank are the agreed counts of this piece; runtime_capacity names the runtime that serves it.
+    """
+
+    sub_step_idx: int
+    start_row: int
+    stop_row: int
+    path: Path
+    runtime_capacity: int
+    num_rows_per_rank: tuple[int, ...]
+
+    @property
+    def max_rows(self) -> int:
+        return max(self.num_rows_per_rank)
+
+
+def choose_path(plan: StepPlan, bundle: Bundle, policy: PathPolicy) -> tuple[SubStep, ...]:
+    """The sub-steps of a plan, in order; empty when no rank has rows.
+
+    Rule (protocol): the first of small_m (any phase), fixed_slot (any phase), large_m (prefill step of at least
+    large_m_min_tokens), compact that is built, enabled and whose capacity holds the agreed maximum.
+    Raises InvalidArgumentError when the maximum is above step_rows_limit (agree refuses that before).
+    """
+    deployment = bundle.deployment
+    if policy.version != plan.policy_version:
+        raise InvalidArgumentError(must_be("policy.version", f"the plan's {plan.policy_version}", policy.version))
+    if plan.max_rows > deployment.step_rows_limit:
+        raise InvalidArgumentError(
+            must_be("rows of a step", f"at most max_step_rows = {deployment.step_rows_limit}", plan.max_rows)
+        )
+    capacity = deployment.max_tokens_per_rank
+    sub_steps = []
+    for idx, start in enumerate(range(0, plan.max_rows, capacity)):
+        counts = tuple(min(max(rows - start, 0), capacity) for rows in plan.num_rows_per_rank)
+        path, runtime_capacity = _first_fit(max(counts), plan.phase, bundle, policy)
+        sub_steps.append(
+            SubStep(
+                sub_step_idx=idx,
+                start_row=start,
+                stop_row=start + max(counts),
+                path=path,
+                runtime_capacity=runtime_capacity,
+                num_rows_per_rank=counts,
+            )
+        )
+    return tuple(sub_steps)
+
+
+def _first_fit(max_rows: int, phase: Phase, bundle: Bundle, policy: PathPolicy) -> tuple[Path, int]:
+    for path in Path:
+        if not policy.allows(path):
+            continue
+        if path is Path.LARGE_M and (phase is not Phase.PREFILL or max_rows < policy.large_m_min_tokens):
+            continue
+        for runtime_capacity in bundle.capacities(path):
+            if max_rows <= runtime_capacity:
+                return path, runtime_capacity
+    raise AssertionError("compact is always built and holds every sub-step: this is a bug")
+
+
+def is_fall_off(sub_step: SubStep, phase: Phase, bundle: Bundle, policy: PathPolicy) -> bool:
+    """A decode sub-step above every enabled small_m and fixed_slot capacity, where at least one such is enabled."""
+    capacities = [
+        value
+        for path in (Path.SMALL_M, Path.FIXED_SLOT)
+        if policy.allows(path)
+        for value in bundle.capacities(path)
+    ]
+    return phase is Phase.DECODE and bool(capacities) and sub_step.max_rows > max(capacities)
