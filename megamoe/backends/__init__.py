@@ -1,0 +1,85 @@
+"""The Backend protocol and its lazy registry: what the runtime needs from a device, and nothing more.
+
+A backend owns one rank's symmetric heap, the weights bound to protocol slots and the code of the stages. It is
+handed numbers that all ranks agreed on; it never chooses a path. Third-party kernel packages (triton, flydsl, mori)
+are imported inside their backend's folder, when the backend is first opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+from megamoe.batch import MoeBatch, SubStepReport
+from megamoe.bundle import Bundle, Path
+from megamoe.errors import ConfigError, must_be
+from megamoe.path import SubStep
+from megamoe.weights import LayerWeights
+
+_MODULES = {"cpu": "megamoe.backends.cpu", "hopper": "megamoe.backends.hopper", "gfx950": "megamoe.backends.gfx950"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Everything agreed about one sub-step that a backend needs, the same on all ranks except refused/deadline.
+
+    slot_idx: protocol slot (layer). epoch: 32-bit generation of this launch, compared for equality only.
+    buffer_idx: which of the two payload buffers. closing: last sub-step of a cut step: ranks exchange a closing flag.
+    refused: this rank joins with zero rows and sets the error bit (its caller's call was refused).
+    deadline_s: time.monotonic() by which every wait must have ended.
+    """
+
+    slot_idx: int
+    epoch: int
+    buffer_idx: int
+    sub_step: SubStep
+    closing: bool
+    refused: bool
+    deadline_s: float
+
+
+class Backend(Protocol):
+    """One rank of a device group. Opened by `open_backend`; not thread-safe: one thread owns it."""
+
+    def bind(self, slot_idx: int, weights: LayerWeights) -> None:
+        """Bind checked weights to a protocol slot; either everything changes or nothing."""
+
+    def stages(self, path: Path) -> tuple[str, ...]:
+        """Names of the launches that make up a sub-step on `path`, in order (small_m: exactly one)."""
+
+    def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
+        """Take a sub-step: batch is this rank's rows of it, out [n, hidden] bf16 receives the result."""
+
+    def launch(self, stage: str) -> None:
+        """Enter the backend once. Raises PeerTimeoutError naming missing ranks, rank, slot, epoch, expected, seen."""
+
+    def finish(self) -> SubStepReport:
+        """The report of the sub-step. Raises PeerRefusedError when a peer joined with its error bit set."""
+
+    def close(self) -> None:
+        """Release device memory, unlink what this rank created. Safe to call twice."""
+
+
+Opener = Callable[..., Backend]
+
+
+def open_backend(name: str, bundle: Bundle, *, rank: int, group_name: str, timeout_s: float) -> Backend:
+    """Open rank `rank` of the group called `group_name`; returns when all ranks have opened theirs.
+
+    Raises ConfigError for an unknown backend or one whose packages are not installed, HeapError when memory is
+    short, PeerTimeoutError naming ranks that did not open within timeout_s.
+    """
+    if name not in _MODULES:
+        raise ConfigError(must_be("backend", f"one of {', '.join(_MODULES)}", repr(name)))
+    try:
+        module = import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"backend {name} needs the package {error.name}: install megamoe[{name}] (got: not installed)"
+        ) from error
+    opener: Opener = module.open_backend
+    return opener(bundle, rank=rank, group_name=group_name, timeout_s=timeout_s)
