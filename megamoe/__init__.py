@@ -1,1 +1,44 @@
-"""megamoe: the runtime library of the expert layers (the door; see CONTRIBUTING.md for the map)."""
+"""megamoe: the runtime library of the expert layers. This file is the door: import from here.
+
+See CONTRIBUTING.md for the map of the house.
+"""
+
+from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
+from megamoe.bundle import Bundle, Deployment, Path, RowFormat, RuntimeSpec, plan_bundle, prev_power_of_2
+from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
+from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
+from megamoe.shm import SharedSegment, Word, fence, shm_free_bytes, unlink_all
+from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
+
+__all__ = [
+    "MX_BLOCK",
+    "PRESETS",
+    "Bundle",
+    "Counters",
+    "Deployment",
+    "MoeBatch",
+    "MoeOutput",
+    "MoeShape",
+    "Path",
+    "PathPolicy",
+    "Phase",
+    "PlanId",
+    "RowFormat",
+    "RuntimeSpec",
+    "SharedSegment",
+    "StageTimes",
+    "StepIntent",
+    "StepPlan",
+    "SubStep",
+    "SubStepReport",
+    "Word",
+    "agree",
+    "choose_path",
+    "fence",
+    "is_fall_off",
+    "plan_bundle",
+    "preset",
+    "prev_power_of_2",
+    "shm_free_bytes",
+    "unlink_all",
+]

@@ -1,0 +1,1 @@
+"""The microservice round the runtime library (see CONTRIBUTING.md for the map)."""

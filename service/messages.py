@@ -1,0 +1,124 @@
+"""What goes through a rank's request ring and what comes back: plain values, no transport.
+
+The gRPC servicer, the front and co-located callers all speak these; ring.py lays them out in shared memory and
+step_loop.py answers them. Tensors are views into the ring record, never copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megamoe import PathPolicy, Phase, PlanId, StepPlan, SubStep, SubStepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRequest:
+    """Take, keep or give back the lease of the caller group called `holder` on this rank."""
+
+    holder: str
+    release: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntentRequest:
+    """Open a plan: this rank's part of a step. num_rows_per_rank may carry the whole counts vector."""
+
+    lease_serial: int
+    plan_id: PlanId
+    num_rows: int
+    phase: Phase
+    dtype: str = "bfloat16"
+    num_rows_per_rank: tuple[int, ...] | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRequest:
+    """One layer of an open plan. Rows travel as views; a refused call carries `refusal` and no rows.
+
+    refusal: (code, message) when the servicer already found the call wrong (bad id, wrong length): the rank joins
+    the layer with zero rows and the error bit, so that every rank answers the same error.
+    """
+
+    lease_serial: int
+    plan_id: PlanId
+    layer_idx: int
+    sequence: int
+    hidden_states: torch.Tensor | None = None
+    topk_ids: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    hidden_states_sf: torch.Tensor | None = None
+    refusal: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseRequest:
+    """Close a plan; the next step_id of its micro-batch closes it too."""
+
+    lease_serial: int
+    plan_id: PlanId
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRequest:
+    """Stage a newer policy on this rank; it takes effect at an agreed step on all ranks at once."""
+
+    policy: PathPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainRequest:
+    """From now on this rank's intents say draining."""
+
+    draining: bool = True
+
+
+Request = LeaseRequest | IntentRequest | LayerRequest | CloseRequest | PolicyRequest | DrainRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseReply:
+    """The lease as granted: use serial in every message; sequences go on from next_sequence, and steps of every
+    micro-batch from next_step_id upwards."""
+
+    lease_serial: int
+    generation: int
+    next_sequence: int
+    next_step_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReply:
+    """The agreed plan and the path of each of its sub-steps."""
+
+    plan: StepPlan
+    sub_steps: tuple[SubStep, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReply:
+    """Output rows [n, hidden] bf16 (a view into the ring record, valid until the record is released) and reports."""
+
+    hidden_states: torch.Tensor
+    sub_steps: tuple[SubStepReport, ...]
+    queue_us: float
+    total_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoneReply:
+    """A request without a value of its own (release, close, policy, drain) is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReply:
+    """A refusal or a failure: `code` of megamoe.errors and its sentence, the same on all ranks."""
+
+    code: str
+    message: str
+    missing_ranks: tuple[int, ...] = ()
+
+
+Reply = LeaseReply | PlanReply | LayerReply | DoneReply | ErrorReply
