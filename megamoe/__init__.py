@@ -4,7 +4,15 @@ See CONTRIBUTING.md for the map of the house.
 """
 
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
-from megamoe.bundle import Bundle, Deployment, Path, RowFormat, RuntimeSpec, plan_bundle, prev_power_of_2
+from megamoe.bundle import (
+    Bundle,
+    Deployment,
+    Path,
+    RowFormat,
+    RuntimeSpec,
+    plan_bundle,
+    prev_power_of_2,
+)
 from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
 from megamoe.shm import SharedSegment, Word, fence, shm_free_bytes, unlink_all

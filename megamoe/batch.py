@@ -50,27 +50,59 @@ class MoeBatch:
         """
         num_rows = hidden_states.shape[0] if hidden_states.dim() else -1
         if hidden_states_sf is None:
-            _check("hidden_states", hidden_states, (num_rows, shape.hidden), (torch.bfloat16,), device)
+            _check(
+                "hidden_states",
+                hidden_states,
+                (num_rows, shape.hidden),
+                (torch.bfloat16,),
+                device,
+            )
         else:
-            _check("hidden_states", hidden_states, (num_rows, shape.hidden), (torch.uint8, torch.float8_e4m3fn), device)
+            _check(
+                "hidden_states",
+                hidden_states,
+                (num_rows, shape.hidden),
+                (torch.uint8, torch.float8_e4m3fn),
+                device,
+            )
             sf_shape = (num_rows, shape.hidden // MX_BLOCK)
-            _check("hidden_states_sf", hidden_states_sf, sf_shape, (torch.uint8, torch.float8_e8m0fnu), device)
+            _check(
+                "hidden_states_sf",
+                hidden_states_sf,
+                sf_shape,
+                (torch.uint8, torch.float8_e8m0fnu),
+                device,
+            )
             hidden_states = hidden_states.view(torch.uint8)
             hidden_states_sf = hidden_states_sf.view(torch.uint8)
         _check("topk_ids", topk_ids, (num_rows, shape.num_topk), (torch.int32,), device)
-        _check("topk_weights", topk_weights, (num_rows, shape.num_topk), (torch.float32,), device)
+        _check(
+            "topk_weights",
+            topk_weights,
+            (num_rows, shape.num_topk),
+            (torch.float32,),
+            device,
+        )
         _check_ids(topk_ids, shape)
         return cls(hidden_states, topk_ids, topk_weights, hidden_states_sf)
 
     @classmethod
-    def empty(cls, shape: MoeShape, *, quantized: bool = False, device: torch.device | str = "cpu") -> MoeBatch:
+    def empty(
+        cls,
+        shape: MoeShape,
+        *,
+        quantized: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> MoeBatch:
         """The batch of a rank without rows."""
         dtype = torch.uint8 if quantized else torch.bfloat16
         return cls(
             torch.empty((0, shape.hidden), dtype=dtype, device=device),
             torch.empty((0, shape.num_topk), dtype=torch.int32, device=device),
             torch.empty((0, shape.num_topk), dtype=torch.float32, device=device),
-            torch.empty((0, shape.hidden // MX_BLOCK), dtype=torch.uint8, device=device) if quantized else None,
+            torch.empty((0, shape.hidden // MX_BLOCK), dtype=torch.uint8, device=device)
+            if quantized
+            else None,
         )
 
     @property
@@ -96,15 +128,21 @@ def _check(
     device: torch.device | str,
 ) -> None:
     if tensor.dtype not in wanted_dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted_dtypes)
-        raise InvalidArgumentError(must_be(f"{name}.dtype", wanted, str(tensor.dtype).removeprefix("torch.")))
+        wanted = " or ".join(
+            str(dtype).removeprefix("torch.") for dtype in wanted_dtypes
+        )
+        raise InvalidArgumentError(
+            must_be(f"{name}.dtype", wanted, str(tensor.dtype).removeprefix("torch."))
+        )
     if tuple(tensor.shape) != wanted_shape:
         shown = ["n" if size < 0 else size for size in wanted_shape]
         raise InvalidArgumentError(must_be(f"{name}.shape", shown, list(tensor.shape)))
     if tensor.device.type != torch.device(device).type:
         raise InvalidArgumentError(must_be(f"{name}.device", device, tensor.device))
     if not tensor.is_contiguous():
-        raise InvalidArgumentError(must_be(f"{name} strides", "contiguous", list(tensor.stride())))
+        raise InvalidArgumentError(
+            must_be(f"{name} strides", "contiguous", list(tensor.stride()))
+        )
 
 
 def _check_ids(topk_ids: torch.Tensor, shape: MoeShape) -> None:
@@ -146,7 +184,9 @@ class StageTimes:
 
     @classmethod
     def stages(cls) -> tuple[str, ...]:
-        return tuple(f.name.removesuffix("_us") for f in fields(cls) if f.name != "total_us")
+        return tuple(
+            f.name.removesuffix("_us") for f in fields(cls) if f.name != "total_us"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,25 +81,55 @@ class Deployment:
         capacity = self.max_tokens_per_rank
         if not 1 <= capacity <= MAX_TOKENS_PER_RANK_LIMIT or capacity & (capacity - 1):
             raise ConfigError(
-                must_be("max_tokens_per_rank", f"a power of two from 1 to {MAX_TOKENS_PER_RANK_LIMIT}", capacity)
+                must_be(
+                    "max_tokens_per_rank",
+                    f"a power of two from 1 to {MAX_TOKENS_PER_RANK_LIMIT}",
+                    capacity,
+                )
             )
         if self.backend not in BACKENDS:
-            raise ConfigError(must_be("backend", f"one of {', '.join(BACKENDS)}", repr(self.backend)))
+            raise ConfigError(
+                must_be("backend", f"one of {', '.join(BACKENDS)}", repr(self.backend))
+            )
         if self.fixed_slot_max < 0:
-            raise ConfigError(must_be("fixed_slot_max", "at least 0", self.fixed_slot_max))
+            raise ConfigError(
+                must_be("fixed_slot_max", "at least 0", self.fixed_slot_max)
+            )
         for value in (*self.small_m_capacities, self.large_m_capacity):
             if value < 1 or value & (value - 1):
-                raise ConfigError(must_be("small_m_capacities and large_m_capacity", "powers of two", value))
+                raise ConfigError(
+                    must_be(
+                        "small_m_capacities and large_m_capacity",
+                        "powers of two",
+                        value,
+                    )
+                )
         if list(self.small_m_capacities) != sorted(set(self.small_m_capacities)):
-            raise ConfigError(must_be("small_m_capacities", "ascending without repeats", self.small_m_capacities))
+            raise ConfigError(
+                must_be(
+                    "small_m_capacities",
+                    "ascending without repeats",
+                    self.small_m_capacities,
+                )
+            )
         if self.large_m_min_tokens < 1:
-            raise ConfigError(must_be("large_m_min_tokens", "at least 1", self.large_m_min_tokens))
+            raise ConfigError(
+                must_be("large_m_min_tokens", "at least 1", self.large_m_min_tokens)
+            )
         if self.max_step_rows and self.max_step_rows < capacity:
             raise ConfigError(
-                must_be("max_step_rows", f"at least max_tokens_per_rank = {capacity} (or 0)", self.max_step_rows)
+                must_be(
+                    "max_step_rows",
+                    f"at least max_tokens_per_rank = {capacity} (or 0)",
+                    self.max_step_rows,
+                )
             )
         if self.batch_invariant and self.combine_row_format is RowFormat.AUTO:
-            raise ConfigError(must_be("combine_row_format", "bf16 or fp8 with batch_invariant", "auto"))
+            raise ConfigError(
+                must_be(
+                    "combine_row_format", "bf16 or fp8 with batch_invariant", "auto"
+                )
+            )
 
     @property
     def step_rows_limit(self) -> int:
@@ -113,7 +143,9 @@ class Deployment:
 
     def fingerprint(self) -> str:
         """Short digest of everything above: ranks that differ in it are refused at start."""
-        return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[
+            :16
+        ]
 
 
 @dataclass(frozen=True, order=True)
@@ -138,7 +170,9 @@ class Bundle:
 
     def capacities(self, path: Path) -> tuple[int, ...]:
         """Capacities of the runtimes of `path`, ascending; empty if it is not built."""
-        return tuple(sorted(spec.capacity for spec in self.runtimes if spec.path is path))
+        return tuple(
+            sorted(spec.capacity for spec in self.runtimes if spec.path is path)
+        )
 
 
 def plan_bundle(deployment: Deployment) -> Bundle:

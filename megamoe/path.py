@@ -47,14 +47,20 @@ class PathPolicy:
     def with_path(self, path: Path, enabled: bool) -> PathPolicy:
         """The next version with `path` switched. Raises ConfigError for compact."""
         if path is Path.COMPACT:
-            raise ConfigError("path must be small_m, fixed_slot or large_m, got compact: it can never be switched off")
+            raise ConfigError(
+                "path must be small_m, fixed_slot or large_m, got compact: it can never be switched off"
+            )
         switches = {
             "small_m_enabled": self.small_m_enabled,
             "fixed_slot_enabled": self.fixed_slot_enabled,
             "large_m_enabled": self.large_m_enabled,
         }
         switches[f"{path}_enabled"] = enabled
-        return PathPolicy(version=self.version + 1, large_m_min_tokens=self.large_m_min_tokens, **switches)
+        return PathPolicy(
+            version=self.version + 1,
+            large_m_min_tokens=self.large_m_min_tokens,
+            **switches,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,9 @@ class SubStep:
         return max(self.num_rows_per_rank)
 
 
-def choose_path(plan: StepPlan, bundle: Bundle, policy: PathPolicy) -> tuple[SubStep, ...]:
+def choose_path(
+    plan: StepPlan, bundle: Bundle, policy: PathPolicy
+) -> tuple[SubStep, ...]:
     """The sub-steps of a plan, in order; empty when no rank has rows.
 
     Rule (protocol): the first of small_m (any phase), fixed_slot (any phase), large_m (prefill step of at least
@@ -85,15 +93,25 @@ def choose_path(plan: StepPlan, bundle: Bundle, policy: PathPolicy) -> tuple[Sub
     """
     deployment = bundle.deployment
     if policy.version != plan.policy_version:
-        raise InvalidArgumentError(must_be("policy.version", f"the plan's {plan.policy_version}", policy.version))
+        raise InvalidArgumentError(
+            must_be(
+                "policy.version", f"the plan's {plan.policy_version}", policy.version
+            )
+        )
     if plan.max_rows > deployment.step_rows_limit:
         raise InvalidArgumentError(
-            must_be("rows of a step", f"at most max_step_rows = {deployment.step_rows_limit}", plan.max_rows)
+            must_be(
+                "rows of a step",
+                f"at most max_step_rows = {deployment.step_rows_limit}",
+                plan.max_rows,
+            )
         )
     capacity = deployment.max_tokens_per_rank
     sub_steps = []
     for idx, start in enumerate(range(0, plan.max_rows, capacity)):
-        counts = tuple(min(max(rows - start, 0), capacity) for rows in plan.num_rows_per_rank)
+        counts = tuple(
+            min(max(rows - start, 0), capacity) for rows in plan.num_rows_per_rank
+        )
         path, runtime_capacity = _first_fit(max(counts), plan.phase, bundle, policy)
         sub_steps.append(
             SubStep(
@@ -108,19 +126,27 @@ def choose_path(plan: StepPlan, bundle: Bundle, policy: PathPolicy) -> tuple[Sub
     return tuple(sub_steps)
 
 
-def _first_fit(max_rows: int, phase: Phase, bundle: Bundle, policy: PathPolicy) -> tuple[Path, int]:
+def _first_fit(
+    max_rows: int, phase: Phase, bundle: Bundle, policy: PathPolicy
+) -> tuple[Path, int]:
     for path in Path:
         if not policy.allows(path):
             continue
-        if path is Path.LARGE_M and (phase is not Phase.PREFILL or max_rows < policy.large_m_min_tokens):
+        if path is Path.LARGE_M and (
+            phase is not Phase.PREFILL or max_rows < policy.large_m_min_tokens
+        ):
             continue
         for runtime_capacity in bundle.capacities(path):
             if max_rows <= runtime_capacity:
                 return path, runtime_capacity
-    raise AssertionError("compact is always built and holds every sub-step: this is a bug")
+    raise AssertionError(
+        "compact is always built and holds every sub-step: this is a bug"
+    )
 
 
-def is_fall_off(sub_step: SubStep, phase: Phase, bundle: Bundle, policy: PathPolicy) -> bool:
+def is_fall_off(
+    sub_step: SubStep, phase: Phase, bundle: Bundle, policy: PathPolicy
+) -> bool:
     """A decode sub-step above every enabled small_m and fixed_slot capacity, where at least one such is enabled."""
     capacities = [
         value
@@ -128,4 +154,8 @@ def is_fall_off(sub_step: SubStep, phase: Phase, bundle: Bundle, policy: PathPol
         if policy.allows(path)
         for value in bundle.capacities(path)
     ]
-    return phase is Phase.DECODE and bool(capacities) and sub_step.max_rows > max(capacities)
+    return (
+        phase is Phase.DECODE
+        and bool(capacities)
+        and sub_step.max_rows > max(capacities)
+    )

@@ -44,23 +44,43 @@ class MoeShape:
         for field in ("hidden", "intermediate"):
             value = getattr(self, field)
             if value < MX_BLOCK or value % MX_BLOCK:
-                raise ConfigError(must_be(field, f"a positive multiple of {MX_BLOCK}", value))
+                raise ConfigError(
+                    must_be(field, f"a positive multiple of {MX_BLOCK}", value)
+                )
         if self.num_ranks not in NUM_RANKS_ALLOWED:
-            raise ConfigError(must_be("num_ranks", "1, 2, 4 or 8 (ranks of one host)", self.num_ranks))
+            raise ConfigError(
+                must_be("num_ranks", "1, 2, 4 or 8 (ranks of one host)", self.num_ranks)
+            )
         if self.num_experts < 1 or self.num_experts % self.num_ranks:
             raise ConfigError(
-                must_be("num_experts", f"a positive multiple of num_ranks = {self.num_ranks}", self.num_experts)
+                must_be(
+                    "num_experts",
+                    f"a positive multiple of num_ranks = {self.num_ranks}",
+                    self.num_experts,
+                )
             )
         if not 1 <= self.num_topk <= min(self.num_experts, MAX_TOPK):
             raise ConfigError(
-                must_be("num_topk", f"from 1 to min(num_experts, {MAX_TOPK}) = {min(self.num_experts, MAX_TOPK)}", self.num_topk)
+                must_be(
+                    "num_topk",
+                    f"from 1 to min(num_experts, {MAX_TOPK}) = {min(self.num_experts, MAX_TOPK)}",
+                    self.num_topk,
+                )
             )
         if self.num_layers < 1:
             raise ConfigError(must_be("num_layers", "at least 1", self.num_layers))
         if not 0.0 <= self.swiglu_limit < float("inf"):
-            raise ConfigError(must_be("swiglu_limit", "a finite number >= 0 (0 = no clamp)", self.swiglu_limit))
+            raise ConfigError(
+                must_be(
+                    "swiglu_limit",
+                    "a finite number >= 0 (0 = no clamp)",
+                    self.swiglu_limit,
+                )
+            )
         if self.activation not in ("silu", "gelu"):
-            raise ConfigError(must_be("activation", "'silu' or 'gelu'", repr(self.activation)))
+            raise ConfigError(
+                must_be("activation", "'silu' or 'gelu'", repr(self.activation))
+            )
         if self.quant not in ("a8w4",):
             raise ConfigError(must_be("quant", "'a8w4'", repr(self.quant)))
 
@@ -87,7 +107,13 @@ PRESETS: dict[str, MoeShape] = {
     for shape in (
         # Small enough for 8 ranks on 2 cores; 8 experts a rank, top-6 as in V4-Pro.
         MoeShape(
-            name="demo", hidden=256, intermediate=128, num_experts=64, num_topk=6, num_layers=4, swiglu_limit=10.0
+            name="demo",
+            hidden=256,
+            intermediate=128,
+            num_experts=64,
+            num_topk=6,
+            num_layers=4,
+            swiglu_limit=10.0,
         ),
         MoeShape(
             name="deepseek-v4-pro",
@@ -100,12 +126,29 @@ PRESETS: dict[str, MoeShape] = {
         ),
         # Public model cards: config.json of the named models.
         MoeShape(
-            name="deepseek-v3", hidden=7168, intermediate=2048, num_experts=256, num_topk=8, num_layers=58
+            name="deepseek-v3",
+            hidden=7168,
+            intermediate=2048,
+            num_experts=256,
+            num_topk=8,
+            num_layers=58,
         ),
         MoeShape(
-            name="qwen3-235b-a22b", hidden=4096, intermediate=1536, num_experts=128, num_topk=8, num_layers=94
+            name="qwen3-235b-a22b",
+            hidden=4096,
+            intermediate=1536,
+            num_experts=128,
+            num_topk=8,
+            num_layers=94,
         ),
-        MoeShape(name="kimi-k2", hidden=7168, intermediate=2048, num_experts=384, num_topk=8, num_layers=60),
+        MoeShape(
+            name="kimi-k2",
+            hidden=7168,
+            intermediate=2048,
+            num_experts=384,
+            num_topk=8,
+            num_layers=60,
+        ),
     )
 }
 
@@ -115,4 +158,6 @@ def preset(name: str) -> MoeShape:
     try:
         return PRESETS[name]
     except KeyError:
-        raise ConfigError(must_be("shape preset", f"one of {', '.join(sorted(PRESETS))}", repr(name))) from None
+        raise ConfigError(
+            must_be("shape preset", f"one of {', '.join(sorted(PRESETS))}", repr(name))
+        ) from None

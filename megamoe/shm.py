@@ -52,7 +52,9 @@ class SharedSegment:
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except FileExistsError:
-            raise HeapError(f"shared memory {name} exists already: another group runs under this name") from None
+            raise HeapError(
+                f"shared memory {name} exists already: another group runs under this name"
+            ) from None
         try:
             try:
                 os.posix_fallocate(fd, 0, num_bytes)
@@ -60,7 +62,11 @@ class SharedSegment:
                 path.unlink(missing_ok=True)
                 free = shm_free_bytes()
                 raise HeapError(
-                    must_be(f"free space of {SHM_DIR} for {name}", f"at least {num_bytes} bytes", f"{free} ({error.strerror})")
+                    must_be(
+                        f"free space of {SHM_DIR} for {name}",
+                        f"at least {num_bytes} bytes",
+                        f"{free} ({error.strerror})",
+                    )
                 ) from error
             return cls(name, mmap.mmap(fd, num_bytes), owner=True)
         finally:
@@ -77,21 +83,29 @@ class SharedSegment:
                 break
             except FileNotFoundError:
                 if time.monotonic() >= deadline:
-                    raise HeapError(f"shared memory {name} is not there after {timeout_s} s") from None
+                    raise HeapError(
+                        f"shared memory {name} is not there after {timeout_s} s"
+                    ) from None
                 time.sleep(0.005)
         try:
             return cls(name, mmap.mmap(fd, os.fstat(fd).st_size), owner=False)
         finally:
             os.close(fd)
 
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """A tensor view of [offset, ...). Raises InvalidArgumentError past the end; offsets are 64-bit."""
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
         if offset < 0 or offset + num_bytes > self.num_bytes:
             raise InvalidArgumentError(
-                must_be(f"view of {self.name}", f"inside its {self.num_bytes} bytes", f"[{offset}, {offset + num_bytes})")
+                must_be(
+                    f"view of {self.name}",
+                    f"inside its {self.num_bytes} bytes",
+                    f"[{offset}, {offset + num_bytes})",
+                )
             )
         return self.bytes_u8[offset : offset + num_bytes].view(dtype).view(shape)
 
@@ -111,7 +125,9 @@ class SharedSegment:
 
 def _path_of(name: str) -> Path:
     if not name.startswith(NAME_PREFIX) or "/" in name:
-        raise InvalidArgumentError(must_be("segment name", f"{NAME_PREFIX}... without '/'", repr(name)))
+        raise InvalidArgumentError(
+            must_be("segment name", f"{NAME_PREFIX}... without '/'", repr(name))
+        )
     return SHM_DIR / name
 
 
@@ -124,7 +140,9 @@ def shm_free_bytes() -> int:
 def unlink_all(prefix: str) -> list[str]:
     """Remove every segment whose name starts with `prefix`: clean-up after a killed group. Returns the names."""
     if not prefix.startswith(NAME_PREFIX):
-        raise InvalidArgumentError(must_be("prefix", f"at least {NAME_PREFIX!r}", repr(prefix)))
+        raise InvalidArgumentError(
+            must_be("prefix", f"at least {NAME_PREFIX!r}", repr(prefix))
+        )
     names = sorted(path.name for path in SHM_DIR.glob(prefix + "*"))
     for name in names:
         _path_of(name).unlink(missing_ok=True)
@@ -171,7 +189,9 @@ class Word:
 
     def __init__(self, segment: SharedSegment, offset: int) -> None:
         if offset % 4:
-            raise InvalidArgumentError(must_be("word offset", "a multiple of 4", offset))
+            raise InvalidArgumentError(
+                must_be("word offset", "a multiple of 4", offset)
+            )
         self._segment = segment
         self._view = segment.buf[offset : offset + 4].cast("I")
         self._address = ctypes.c_void_p(segment.base_ptr + offset)
@@ -188,7 +208,15 @@ class Word:
 
     def wake_all(self) -> None:
         """Wake every process that sleeps on this word."""
-        _syscall(_FUTEX_NR, self._address, _FUTEX_WAKE, ctypes.c_int(0x7FFFFFFF), None, None, 0)
+        _syscall(
+            _FUTEX_NR,
+            self._address,
+            _FUTEX_WAKE,
+            ctypes.c_int(0x7FFFFFFF),
+            None,
+            None,
+            0,
+        )
 
     def wait_while(self, value: int, timeout_s: float, *, spin: int = 20) -> bool:
         """Sleep while the word equals `value`, at most timeout_s seconds. True if it differs on return.
@@ -207,6 +235,14 @@ class Word:
             if left_s <= 0:
                 return False
             spec = _Timespec(int(left_s), int((left_s % 1) * 1e9))
-            _syscall(_FUTEX_NR, self._address, _FUTEX_WAIT, ctypes.c_uint(value), ctypes.byref(spec), None, 0)
+            _syscall(
+                _FUTEX_NR,
+                self._address,
+                _FUTEX_WAIT,
+                ctypes.c_uint(value),
+                ctypes.byref(spec),
+                None,
+                0,
+            )
         fence()
         return True

@@ -59,22 +59,38 @@ class StepIntent:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
-            raise InvalidArgumentError(must_be("rank", f"from 0 to {self.num_ranks - 1}", self.rank))
+            raise InvalidArgumentError(
+                must_be("rank", f"from 0 to {self.num_ranks - 1}", self.rank)
+            )
         if self.num_rows < 0:
             raise InvalidArgumentError(must_be("num_rows", "at least 0", self.num_rows))
         if (self.num_rows == 0) != (self.phase is Phase.IDLE):
             wanted = "'idle'" if self.num_rows == 0 else "'prefill' or 'decode'"
-            raise InvalidArgumentError(must_be(f"phase of a rank with {self.num_rows} rows", wanted, f"'{self.phase}'"))
+            raise InvalidArgumentError(
+                must_be(
+                    f"phase of a rank with {self.num_rows} rows",
+                    wanted,
+                    f"'{self.phase}'",
+                )
+            )
         counts = self.num_rows_per_rank
         if counts is None:
             return
         if len(counts) != self.num_ranks or min(counts) < 0:
             raise InvalidArgumentError(
-                must_be("num_rows_per_rank", f"{self.num_ranks} numbers of at least 0", list(counts))
+                must_be(
+                    "num_rows_per_rank",
+                    f"{self.num_ranks} numbers of at least 0",
+                    list(counts),
+                )
             )
         if counts[self.rank] != self.num_rows:
             raise InvalidArgumentError(
-                must_be("num_rows", f"num_rows_per_rank[{self.rank}] = {counts[self.rank]}", self.num_rows)
+                must_be(
+                    "num_rows",
+                    f"num_rows_per_rank[{self.rank}] = {counts[self.rank]}",
+                    self.num_rows,
+                )
             )
 
 
@@ -110,7 +126,9 @@ def _same(name: str, values: Sequence[object]) -> None:
         raise AgreementError(must_be(name, "equal on all ranks", said))
 
 
-def agree(intents: Sequence[StepIntent], *, max_step_rows: int | None = None) -> StepPlan:
+def agree(
+    intents: Sequence[StepIntent], *, max_step_rows: int | None = None
+) -> StepPlan:
     """Make the one plan of a step from the intents of all ranks, given in rank order.
 
     max_step_rows: the most rows that any rank may bring (oversize steps are refused for all ranks alike).
@@ -118,12 +136,21 @@ def agree(intents: Sequence[StepIntent], *, max_step_rows: int | None = None) ->
     intent missing: the caller of agree must wait for all). The rule is pure: the same intents give the same
     outcome on every rank.
     """
-    if not intents or [intent.rank for intent in intents] != list(range(intents[0].num_ranks)):
+    if not intents or [intent.rank for intent in intents] != list(
+        range(intents[0].num_ranks)
+    ):
         raise InvalidArgumentError(
-            must_be("intents", "one per rank, in rank order", [intent.rank for intent in intents])
+            must_be(
+                "intents",
+                "one per rank, in rank order",
+                [intent.rank for intent in intents],
+            )
         )
     _same("num_ranks", [intent.num_ranks for intent in intents])
-    _same("plan id (generation/step_id/micro_batch_idx)", [str(intent.plan_id) for intent in intents])
+    _same(
+        "plan id (generation/step_id/micro_batch_idx)",
+        [str(intent.plan_id) for intent in intents],
+    )
     counts = tuple(intent.num_rows for intent in intents)
     for intent in intents:
         if intent.num_rows_per_rank is not None and intent.num_rows_per_rank != counts:
@@ -141,11 +168,17 @@ def agree(intents: Sequence[StepIntent], *, max_step_rows: int | None = None) ->
         raise AgreementError(must_be("dtype", "equal on all ranks with rows", said))
     draining = [intent.rank for intent in intents if intent.draining]
     if draining:
-        raise DrainingError(f"the service is draining (ranks {draining}): no new steps are agreed")
+        raise DrainingError(
+            f"the service is draining (ranks {draining}): no new steps are agreed"
+        )
     if max_step_rows is not None and max(counts) > max_step_rows:
         worst = counts.index(max(counts))
         raise InvalidArgumentError(
-            must_be(f"num_rows of rank {worst}", f"at most max_step_rows = {max_step_rows}", counts[worst])
+            must_be(
+                f"num_rows of rank {worst}",
+                f"at most max_step_rows = {max_step_rows}",
+                counts[worst],
+            )
         )
     prefill = any(intent.phase is Phase.PREFILL for intent in busy)
     return StepPlan(

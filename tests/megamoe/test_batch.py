@@ -17,12 +17,16 @@ N = 5
 
 def tensors(quantized: bool = False) -> dict[str, torch.Tensor]:
     made = {
-        "hidden_states": torch.zeros(N, SHAPE.hidden, dtype=torch.uint8 if quantized else torch.bfloat16),
+        "hidden_states": torch.zeros(
+            N, SHAPE.hidden, dtype=torch.uint8 if quantized else torch.bfloat16
+        ),
         "topk_ids": torch.arange(N * SHAPE.num_topk, dtype=torch.int32).view(N, -1),
         "topk_weights": torch.ones(N, SHAPE.num_topk),
     }
     if quantized:
-        made["hidden_states_sf"] = torch.full((N, SHAPE.hidden // 32), 127, dtype=torch.uint8)
+        made["hidden_states_sf"] = torch.full(
+            (N, SHAPE.hidden // 32), 127, dtype=torch.uint8
+        )
     return made
 
 
@@ -54,7 +58,11 @@ def test_quantized_rows_come_as_bytes_or_typed(typed: bool) -> None:
 def test_empty(quantized: bool) -> None:
     batch = MoeBatch.empty(SHAPE, quantized=quantized)
     checked = MoeBatch.of(
-        SHAPE, batch.hidden_states, batch.topk_ids, batch.topk_weights, batch.hidden_states_sf
+        SHAPE,
+        batch.hidden_states,
+        batch.topk_ids,
+        batch.topk_weights,
+        batch.hidden_states_sf,
     )
     assert checked.num_rows == 0
 
@@ -64,21 +72,67 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], list[str]]] = [
-    ("hidden_dtype", "hidden_states", lambda t: t.float(), ["hidden_states.dtype", "bfloat16", "float32"]),
-    ("hidden_width", "hidden_states", lambda t: t[:, :64].contiguous(), ["hidden_states.shape", "[5, 256]", "[5, 64]"]),
+    (
+        "hidden_dtype",
+        "hidden_states",
+        lambda t: t.float(),
+        ["hidden_states.dtype", "bfloat16", "float32"],
+    ),
+    (
+        "hidden_width",
+        "hidden_states",
+        lambda t: t[:, :64].contiguous(),
+        ["hidden_states.shape", "[5, 256]", "[5, 64]"],
+    ),
     ("hidden_rank", "hidden_states", lambda t: t[0], ["hidden_states.shape", "[256]"]),
-    ("hidden_scalar", "hidden_states", lambda t: t[0, 0], ["hidden_states.shape", "[]"]),
-    ("hidden_strides", "hidden_states", strided, ["hidden_states strides", "contiguous"]),
+    (
+        "hidden_scalar",
+        "hidden_states",
+        lambda t: t[0, 0],
+        ["hidden_states.shape", "[]"],
+    ),
+    (
+        "hidden_strides",
+        "hidden_states",
+        strided,
+        ["hidden_states strides", "contiguous"],
+    ),
     ("ids_dtype", "topk_ids", lambda t: t.long(), ["topk_ids.dtype", "int32", "int64"]),
-    ("ids_rows", "topk_ids", lambda t: t[:3].contiguous(), ["topk_ids.shape", "[5, 6]", "[3, 6]"]),
-    ("ids_slots", "topk_ids", lambda t: t[:, :4].contiguous(), ["topk_ids.shape", "[5, 6]", "[5, 4]"]),
-    ("weights_dtype", "topk_weights", lambda t: t.bfloat16(), ["topk_weights.dtype", "float32", "bfloat16"]),
-    ("weights_rows", "topk_weights", lambda t: t[:2].contiguous(), ["topk_weights.shape", "[5, 6]", "[2, 6]"]),
+    (
+        "ids_rows",
+        "topk_ids",
+        lambda t: t[:3].contiguous(),
+        ["topk_ids.shape", "[5, 6]", "[3, 6]"],
+    ),
+    (
+        "ids_slots",
+        "topk_ids",
+        lambda t: t[:, :4].contiguous(),
+        ["topk_ids.shape", "[5, 6]", "[5, 4]"],
+    ),
+    (
+        "weights_dtype",
+        "topk_weights",
+        lambda t: t.bfloat16(),
+        ["topk_weights.dtype", "float32", "bfloat16"],
+    ),
+    (
+        "weights_rows",
+        "topk_weights",
+        lambda t: t[:2].contiguous(),
+        ["topk_weights.shape", "[5, 6]", "[2, 6]"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("field", "change", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_refuses(field: str, change: Callable[[torch.Tensor], torch.Tensor], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("field", "change", "words"),
+    [case[1:] for case in BAD],
+    ids=[case[0] for case in BAD],
+)
+def test_refuses(
+    field: str, change: Callable[[torch.Tensor], torch.Tensor], words: list[str]
+) -> None:
     given = tensors()
     given[field] = change(given[field])
     with pytest.raises(InvalidArgumentError) as caught:
@@ -87,7 +141,9 @@ def test_refuses(field: str, change: Callable[[torch.Tensor], torch.Tensor], wor
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.float32]
+)
 def test_scales_are_one_byte_e8m0(dtype: torch.dtype) -> None:
     given: dict[str, Any] = tensors(quantized=True)
     given["hidden_states_sf"] = given["hidden_states_sf"].to(torch.float32).to(dtype)
@@ -114,5 +170,7 @@ def test_minus_one_and_the_last_expert_are_legal() -> None:
 def test_another_device_is_refused() -> None:
     given = tensors()
     given["topk_weights"] = given["topk_weights"].to("meta")
-    with pytest.raises(InvalidArgumentError, match=r"topk_weights\.device must be cpu, got meta"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"topk_weights\.device must be cpu, got meta"
+    ):
         MoeBatch.of(SHAPE, **given)

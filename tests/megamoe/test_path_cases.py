@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from megamoe import Deployment, MoeShape, PathPolicy, Phase, PlanId, StepIntent, agree, choose_path, plan_bundle
+from megamoe import (
+    Deployment,
+    MoeShape,
+    PathPolicy,
+    Phase,
+    PlanId,
+    StepIntent,
+    agree,
+    choose_path,
+    plan_bundle,
+)
 
 CASES: list[dict[str, Any]] = json.loads(
     (FilePath(__file__).parent / "cases" / "path_decisions.json").read_text()
@@ -33,7 +43,11 @@ def test_case(case: dict[str, Any]) -> None:
     step = case["step"]
     intents = [
         StepIntent(
-            rank=rank, num_ranks=shape.num_ranks, plan_id=PlanId(1, 7), num_rows=num_rows, phase=Phase(phase)
+            rank=rank,
+            num_ranks=shape.num_ranks,
+            plan_id=PlanId(1, 7),
+            num_rows=num_rows,
+            phase=Phase(phase),
         )
         for rank, (num_rows, phase) in enumerate(
             zip(step["num_rows_per_rank"], step["phase_per_rank"], strict=True)
@@ -41,7 +55,10 @@ def test_case(case: dict[str, Any]) -> None:
     ]
     plan = agree(intents, max_step_rows=deployment.step_rows_limit)
     sub_steps = choose_path(plan, plan_bundle(deployment), PathPolicy.of(deployment))
-    got = [{"path": sub_step.path.value, "runtime_capacity": sub_step.runtime_capacity} for sub_step in sub_steps]
+    got = [
+        {"path": sub_step.path.value, "runtime_capacity": sub_step.runtime_capacity}
+        for sub_step in sub_steps
+    ]
     assert got == case["expect"], case["why"]
 
 

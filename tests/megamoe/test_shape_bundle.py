@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megamoe import PRESETS, Deployment, MoeShape, Path, RowFormat, plan_bundle, preset, prev_power_of_2
+from megamoe import (
+    PRESETS,
+    Deployment,
+    MoeShape,
+    Path,
+    RowFormat,
+    plan_bundle,
+    preset,
+    prev_power_of_2,
+)
 from megamoe.errors import ConfigError
 
 DEMO = preset("demo")
@@ -50,7 +59,9 @@ def test_presets_split_over_all_rank_counts(name: str) -> None:
 
 def test_v4_pro_weight_bytes() -> None:
     """1.685 GB a rank and layer: the figure of the reference table."""
-    assert preset("deepseek-v4-pro").weight_bytes_per_rank_and_layer == pytest.approx(1.685e9, rel=1e-3)
+    assert preset("deepseek-v4-pro").weight_bytes_per_rank_and_layer == pytest.approx(
+        1.685e9, rel=1e-3
+    )
 
 
 def test_unknown_preset_lists_the_known() -> None:
@@ -70,7 +81,10 @@ def test_unknown_preset_lists_the_known() -> None:
         (dict(small_m_capacities=(32, 16)), ["small_m_capacities", "ascending"]),
         (dict(large_m_min_tokens=0), ["large_m_min_tokens"]),
         (dict(max_step_rows=100), ["max_step_rows", "8192", "100"]),
-        (dict(batch_invariant=True, combine_row_format=RowFormat.AUTO), ["combine_row_format", "auto"]),
+        (
+            dict(batch_invariant=True, combine_row_format=RowFormat.AUTO),
+            ["combine_row_format", "auto"],
+        ),
     ],
 )
 def test_deployment_refuses(change: dict[str, object], words: list[str]) -> None:
@@ -81,7 +95,18 @@ def test_deployment_refuses(change: dict[str, object], words: list[str]) -> None
 
 
 def test_prev_power_of_2() -> None:
-    expected = {0: 0, 1: 1, 2: 2, 3: 2, 127: 64, 128: 128, 255: 128, 256: 256, 511: 256, 512: 512}
+    expected = {
+        0: 0,
+        1: 1,
+        2: 2,
+        3: 2,
+        127: 64,
+        128: 128,
+        255: 128,
+        256: 256,
+        511: 256,
+        512: 512,
+    }
     assert {value: prev_power_of_2(value) for value in expected} == expected
     assert prev_power_of_2(-5) == 0
 
@@ -105,7 +130,9 @@ def test_small_capacities_are_bounded_and_merge() -> None:
         (dict(activation="gelu"), "activation must be silu, got gelu"),
     ],
 )
-def test_gfx950_gate_says_why_and_compact_stays(change: dict[str, object], needle: str) -> None:
+def test_gfx950_gate_says_why_and_compact_stays(
+    change: dict[str, object], needle: str
+) -> None:
     shape: MoeShape = replace(preset("deepseek-v4-pro"), **change)  # type: ignore[arg-type]
     bundle = plan_bundle(Deployment(shape=shape, backend="gfx950"))
     assert {spec.path for spec in bundle.runtimes} == {Path.COMPACT}
@@ -115,7 +142,9 @@ def test_gfx950_gate_says_why_and_compact_stays(change: dict[str, object], needl
 
 def test_gfx950_gate_opens_for_v4_pro_and_for_the_emulated_profile() -> None:
     for shape, emulated in ((preset("deepseek-v4-pro"), False), (DEMO, True)):
-        bundle = plan_bundle(Deployment(shape=shape, backend="gfx950", gfx950_emulated=emulated))
+        bundle = plan_bundle(
+            Deployment(shape=shape, backend="gfx950", gfx950_emulated=emulated)
+        )
         assert {spec.path for spec in bundle.runtimes} == set(Path)
         assert not bundle.reasons
 
@@ -124,6 +153,15 @@ def test_sub_steps_and_fingerprint() -> None:
     deployment = Deployment(shape=DEMO, max_tokens_per_rank=512)
     assert (deployment.step_rows_limit, deployment.max_sub_steps) == (2048, 4)
     assert replace(deployment, max_step_rows=513).max_sub_steps == 2
-    assert deployment.fingerprint() == Deployment(shape=DEMO, max_tokens_per_rank=512).fingerprint()
-    assert deployment.fingerprint() != replace(deployment, fixed_slot_max=511).fingerprint()
-    assert deployment.fingerprint() != replace(deployment, shape=replace(DEMO, swiglu_limit=0.0)).fingerprint()
+    assert (
+        deployment.fingerprint()
+        == Deployment(shape=DEMO, max_tokens_per_rank=512).fingerprint()
+    )
+    assert (
+        deployment.fingerprint()
+        != replace(deployment, fixed_slot_max=511).fingerprint()
+    )
+    assert (
+        deployment.fingerprint()
+        != replace(deployment, shape=replace(DEMO, swiglu_limit=0.0)).fingerprint()
+    )
