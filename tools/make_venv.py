@@ -48,7 +48,7 @@ def run(*command: str | Path, quiet: bool = False) -> bool:
 
 def install_torch(python: Path) -> str:
     """Install the CPU build of torch by the first way that works, and say which one it was."""
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     version = pinned("torch")
     wanted = os.environ.get("TORCH_REQUIREMENT")
     if wanted:
@@ -91,7 +91,7 @@ def main() -> None:
     else:
         way = install_torch(python)
     print(f"torch {pinned('torch')}: {way}", flush=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     # setuptools first, so that the project is built here and not in a second, unpinned environment.
     if not run(*pip, "-c", CONSTRAINTS, f"setuptools=={pinned('setuptools')}"):
         raise SystemExit("setuptools could not be installed")
