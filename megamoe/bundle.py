@@ -183,7 +183,7 @@ def plan_bundle(deployment: Deployment) -> Bundle:
     gate = BACKENDS[deployment.backend](deployment)
 
     if gate:
-        reasons = {path: gate for path in (Path.SMALL_M, Path.FIXED_SLOT, Path.LARGE_M)}
+        reasons = dict.fromkeys((Path.SMALL_M, Path.FIXED_SLOT, Path.LARGE_M), gate)
         return Bundle(deployment=deployment, runtimes=tuple(runtimes), reasons=reasons)
     small = sorted({min(value, capacity) for value in deployment.small_m_capacities})
     runtimes += [RuntimeSpec(Path.SMALL_M, value) for value in small]

@@ -1,0 +1,55 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make their own .venv first.
+PYTHON ?= python3.11
+VENV   ?= .venv
+BIN    := $(abspath $(VENV))/bin
+STAMP  := $(VENV)/.stamp
+
+
+.PHONY: help venv demo test lint format types imports proto proto-check pytest tools clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+venv: $(STAMP)   ## make .venv with the small CPU build of torch and the pinned versions
+
+$(STAMP): tools/make_venv.py constraints/cpu.txt pyproject.toml
+	@p=$$(command -v $(PYTHON) || command -v python3) || { echo "Python 3.11 or newer is needed"; exit 1; }; \
+	"$$p" tools/make_venv.py $(VENV)
+
+demo: venv       ## start the service, run the agentx scenario for about a minute, stop everything
+	$(BIN)/megamoe demo
+
+test: lint types imports proto-check pytest   ## everything that CI runs, stopping at the first failure
+
+# The order of `test` is the order of its prerequisites; make must not run them side by side.
+.NOTPARALLEL:
+
+lint: venv       ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv     ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: venv      ## mypy, strict
+	$(BIN)/mypy
+
+imports: venv    ## who may import whom
+	$(BIN)/lint-imports --no-cache
+
+proto: venv      ## write service/pb from proto/
+	$(BIN)/python tools/gen_proto.py
+
+proto-check: venv ## stubs are fresh, and the wire contract breaks no caller
+	$(BIN)/python tools/gen_proto.py --check
+	$(BIN)/python tools/check_proto_compat.py
+
+pytest: venv     ## the tests; `make pytest ARGS="tests/megamoe -k mx"` runs some
+	$(BIN)/python -m pytest $(ARGS)
+
+tools: venv      ## unpack Prometheus and promtool into .tools without root
+	$(BIN)/python tools/debian_tools.py prometheus
+
+clean:           ## remove what was built, keep .venv
+	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

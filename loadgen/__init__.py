@@ -1,0 +1,1 @@
+"""Load generation end to end: agent sessions in, MoE steps out, one report."""
