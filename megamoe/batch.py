@@ -128,21 +128,15 @@ def _check(
     device: torch.device | str,
 ) -> None:
     if tensor.dtype not in wanted_dtypes:
-        wanted = " or ".join(
-            str(dtype).removeprefix("torch.") for dtype in wanted_dtypes
-        )
-        raise InvalidArgumentError(
-            must_be(f"{name}.dtype", wanted, str(tensor.dtype).removeprefix("torch."))
-        )
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted_dtypes)
+        raise InvalidArgumentError(must_be(f"{name}.dtype", wanted, str(tensor.dtype).removeprefix("torch.")))
     if tuple(tensor.shape) != wanted_shape:
         shown = ["n" if size < 0 else size for size in wanted_shape]
         raise InvalidArgumentError(must_be(f"{name}.shape", shown, list(tensor.shape)))
     if tensor.device.type != torch.device(device).type:
         raise InvalidArgumentError(must_be(f"{name}.device", device, tensor.device))
     if not tensor.is_contiguous():
-        raise InvalidArgumentError(
-            must_be(f"{name} strides", "contiguous", list(tensor.stride()))
-        )
+        raise InvalidArgumentError(must_be(f"{name} strides", "contiguous", list(tensor.stride())))
 
 
 def _check_ids(topk_ids: torch.Tensor, shape: MoeShape) -> None:
@@ -184,9 +178,7 @@ class StageTimes:
 
     @classmethod
     def stages(cls) -> tuple[str, ...]:
-        return tuple(
-            f.name.removesuffix("_us") for f in fields(cls) if f.name != "total_us"
-        )
+        return tuple(f.name.removesuffix("_us") for f in fields(cls) if f.name != "total_us")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,13 +88,9 @@ class Deployment:
                 )
             )
         if self.backend not in BACKENDS:
-            raise ConfigError(
-                must_be("backend", f"one of {', '.join(BACKENDS)}", repr(self.backend))
-            )
+            raise ConfigError(must_be("backend", f"one of {', '.join(BACKENDS)}", repr(self.backend)))
         if self.fixed_slot_max < 0:
-            raise ConfigError(
-                must_be("fixed_slot_max", "at least 0", self.fixed_slot_max)
-            )
+            raise ConfigError(must_be("fixed_slot_max", "at least 0", self.fixed_slot_max))
         for value in (*self.small_m_capacities, self.large_m_capacity):
             if value < 1 or value & (value - 1):
                 raise ConfigError(
@@ -113,9 +109,7 @@ class Deployment:
                 )
             )
         if self.large_m_min_tokens < 1:
-            raise ConfigError(
-                must_be("large_m_min_tokens", "at least 1", self.large_m_min_tokens)
-            )
+            raise ConfigError(must_be("large_m_min_tokens", "at least 1", self.large_m_min_tokens))
         if self.max_step_rows and self.max_step_rows < capacity:
             raise ConfigError(
                 must_be(
@@ -125,11 +119,7 @@ class Deployment:
                 )
             )
         if self.batch_invariant and self.combine_row_format is RowFormat.AUTO:
-            raise ConfigError(
-                must_be(
-                    "combine_row_format", "bf16 or fp8 with batch_invariant", "auto"
-                )
-            )
+            raise ConfigError(must_be("combine_row_format", "bf16 or fp8 with batch_invariant", "auto"))
 
     @property
     def step_rows_limit(self) -> int:
@@ -143,9 +133,7 @@ class Deployment:
 
     def fingerprint(self) -> str:
         """Short digest of everything above: ranks that differ in it are refused at start."""
-        return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[
-            :16
-        ]
+        return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, order=True)
@@ -170,9 +158,7 @@ class Bundle:
 
     def capacities(self, path: Path) -> tuple[int, ...]:
         """Capacities of the runtimes of `path`, ascending; empty if it is not built."""
-        return tuple(
-            sorted(spec.capacity for spec in self.runtimes if spec.path is path)
-        )
+        return tuple(sorted(spec.capacity for spec in self.runtimes if spec.path is path))
 
 
 def plan_bundle(deployment: Deployment) -> Bundle:

@@ -82,9 +82,7 @@ class SubStep:
         return max(self.num_rows_per_rank)
 
 
-def choose_path(
-    plan: StepPlan, bundle: Bundle, policy: PathPolicy
-) -> tuple[SubStep, ...]:
+def choose_path(plan: StepPlan, bundle: Bundle, policy: PathPolicy) -> tuple[SubStep, ...]:
     """The sub-steps of a plan, in order; empty when no rank has rows.
 
     Rule (protocol): the first of small_m (any phase), fixed_slot (any phase), large_m (prefill step of at least
@@ -94,9 +92,7 @@ def choose_path(
     deployment = bundle.deployment
     if policy.version != plan.policy_version:
         raise InvalidArgumentError(
-            must_be(
-                "policy.version", f"the plan's {plan.policy_version}", policy.version
-            )
+            must_be("policy.version", f"the plan's {plan.policy_version}", policy.version)
         )
     if plan.max_rows > deployment.step_rows_limit:
         raise InvalidArgumentError(
@@ -109,9 +105,7 @@ def choose_path(
     capacity = deployment.max_tokens_per_rank
     sub_steps = []
     for idx, start in enumerate(range(0, plan.max_rows, capacity)):
-        counts = tuple(
-            min(max(rows - start, 0), capacity) for rows in plan.num_rows_per_rank
-        )
+        counts = tuple(min(max(rows - start, 0), capacity) for rows in plan.num_rows_per_rank)
         path, runtime_capacity = _first_fit(max(counts), plan.phase, bundle, policy)
         sub_steps.append(
             SubStep(
@@ -126,27 +120,19 @@ def choose_path(
     return tuple(sub_steps)
 
 
-def _first_fit(
-    max_rows: int, phase: Phase, bundle: Bundle, policy: PathPolicy
-) -> tuple[Path, int]:
+def _first_fit(max_rows: int, phase: Phase, bundle: Bundle, policy: PathPolicy) -> tuple[Path, int]:
     for path in Path:
         if not policy.allows(path):
             continue
-        if path is Path.LARGE_M and (
-            phase is not Phase.PREFILL or max_rows < policy.large_m_min_tokens
-        ):
+        if path is Path.LARGE_M and (phase is not Phase.PREFILL or max_rows < policy.large_m_min_tokens):
             continue
         for runtime_capacity in bundle.capacities(path):
             if max_rows <= runtime_capacity:
                 return path, runtime_capacity
-    raise AssertionError(
-        "compact is always built and holds every sub-step: this is a bug"
-    )
+    raise AssertionError("compact is always built and holds every sub-step: this is a bug")
 
 
-def is_fall_off(
-    sub_step: SubStep, phase: Phase, bundle: Bundle, policy: PathPolicy
-) -> bool:
+def is_fall_off(sub_step: SubStep, phase: Phase, bundle: Bundle, policy: PathPolicy) -> bool:
     """A decode sub-step above every enabled small_m and fixed_slot capacity, where at least one such is enabled."""
     capacities = [
         value
@@ -154,8 +140,4 @@ def is_fall_off(
         if policy.allows(path)
         for value in bundle.capacities(path)
     ]
-    return (
-        phase is Phase.DECODE
-        and bool(capacities)
-        and sub_step.max_rows > max(capacities)
-    )
+    return phase is Phase.DECODE and bool(capacities) and sub_step.max_rows > max(capacities)

@@ -44,13 +44,9 @@ class MoeShape:
         for field in ("hidden", "intermediate"):
             value = getattr(self, field)
             if value < MX_BLOCK or value % MX_BLOCK:
-                raise ConfigError(
-                    must_be(field, f"a positive multiple of {MX_BLOCK}", value)
-                )
+                raise ConfigError(must_be(field, f"a positive multiple of {MX_BLOCK}", value))
         if self.num_ranks not in NUM_RANKS_ALLOWED:
-            raise ConfigError(
-                must_be("num_ranks", "1, 2, 4 or 8 (ranks of one host)", self.num_ranks)
-            )
+            raise ConfigError(must_be("num_ranks", "1, 2, 4 or 8 (ranks of one host)", self.num_ranks))
         if self.num_experts < 1 or self.num_experts % self.num_ranks:
             raise ConfigError(
                 must_be(
@@ -78,9 +74,7 @@ class MoeShape:
                 )
             )
         if self.activation not in ("silu", "gelu"):
-            raise ConfigError(
-                must_be("activation", "'silu' or 'gelu'", repr(self.activation))
-            )
+            raise ConfigError(must_be("activation", "'silu' or 'gelu'", repr(self.activation)))
         if self.quant not in ("a8w4",):
             raise ConfigError(must_be("quant", "'a8w4'", repr(self.quant)))
 

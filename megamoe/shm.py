@@ -83,18 +83,14 @@ class SharedSegment:
                 break
             except FileNotFoundError:
                 if time.monotonic() >= deadline:
-                    raise HeapError(
-                        f"shared memory {name} is not there after {timeout_s} s"
-                    ) from None
+                    raise HeapError(f"shared memory {name} is not there after {timeout_s} s") from None
                 time.sleep(0.005)
         try:
             return cls(name, mmap.mmap(fd, os.fstat(fd).st_size), owner=False)
         finally:
             os.close(fd)
 
-    def tensor(
-        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor view of [offset, ...). Raises InvalidArgumentError past the end; offsets are 64-bit."""
         num_bytes = dtype.itemsize
         for size in shape:
@@ -125,9 +121,7 @@ class SharedSegment:
 
 def _path_of(name: str) -> Path:
     if not name.startswith(NAME_PREFIX) or "/" in name:
-        raise InvalidArgumentError(
-            must_be("segment name", f"{NAME_PREFIX}... without '/'", repr(name))
-        )
+        raise InvalidArgumentError(must_be("segment name", f"{NAME_PREFIX}... without '/'", repr(name)))
     return SHM_DIR / name
 
 
@@ -140,9 +134,7 @@ def shm_free_bytes() -> int:
 def unlink_all(prefix: str) -> list[str]:
     """Remove every segment whose name starts with `prefix`: clean-up after a killed group. Returns the names."""
     if not prefix.startswith(NAME_PREFIX):
-        raise InvalidArgumentError(
-            must_be("prefix", f"at least {NAME_PREFIX!r}", repr(prefix))
-        )
+        raise InvalidArgumentError(must_be("prefix", f"at least {NAME_PREFIX!r}", repr(prefix)))
     names = sorted(path.name for path in SHM_DIR.glob(prefix + "*"))
     for name in names:
         _path_of(name).unlink(missing_ok=True)
@@ -189,9 +181,7 @@ class Word:
 
     def __init__(self, segment: SharedSegment, offset: int) -> None:
         if offset % 4:
-            raise InvalidArgumentError(
-                must_be("word offset", "a multiple of 4", offset)
-            )
+            raise InvalidArgumentError(must_be("word offset", "a multiple of 4", offset))
         self._segment = segment
         self._view = segment.buf[offset : offset + 4].cast("I")
         self._address = ctypes.c_void_p(segment.base_ptr + offset)

@@ -59,9 +59,7 @@ class StepIntent:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
-            raise InvalidArgumentError(
-                must_be("rank", f"from 0 to {self.num_ranks - 1}", self.rank)
-            )
+            raise InvalidArgumentError(must_be("rank", f"from 0 to {self.num_ranks - 1}", self.rank))
         if self.num_rows < 0:
             raise InvalidArgumentError(must_be("num_rows", "at least 0", self.num_rows))
         if (self.num_rows == 0) != (self.phase is Phase.IDLE):
@@ -126,9 +124,7 @@ def _same(name: str, values: Sequence[object]) -> None:
         raise AgreementError(must_be(name, "equal on all ranks", said))
 
 
-def agree(
-    intents: Sequence[StepIntent], *, max_step_rows: int | None = None
-) -> StepPlan:
+def agree(intents: Sequence[StepIntent], *, max_step_rows: int | None = None) -> StepPlan:
     """Make the one plan of a step from the intents of all ranks, given in rank order.
 
     max_step_rows: the most rows that any rank may bring (oversize steps are refused for all ranks alike).
@@ -136,9 +132,7 @@ def agree(
     intent missing: the caller of agree must wait for all). The rule is pure: the same intents give the same
     outcome on every rank.
     """
-    if not intents or [intent.rank for intent in intents] != list(
-        range(intents[0].num_ranks)
-    ):
+    if not intents or [intent.rank for intent in intents] != list(range(intents[0].num_ranks)):
         raise InvalidArgumentError(
             must_be(
                 "intents",
@@ -168,9 +162,7 @@ def agree(
         raise AgreementError(must_be("dtype", "equal on all ranks with rows", said))
     draining = [intent.rank for intent in intents if intent.draining]
     if draining:
-        raise DrainingError(
-            f"the service is draining (ranks {draining}): no new steps are agreed"
-        )
+        raise DrainingError(f"the service is draining (ranks {draining}): no new steps are agreed")
     if max_step_rows is not None and max(counts) > max_step_rows:
         worst = counts.index(max(counts))
         raise InvalidArgumentError(

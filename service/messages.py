@@ -75,14 +75,7 @@ class DrainRequest:
     draining: bool = True
 
 
-Request = (
-    LeaseRequest
-    | IntentRequest
-    | LayerRequest
-    | CloseRequest
-    | PolicyRequest
-    | DrainRequest
-)
+Request = LeaseRequest | IntentRequest | LayerRequest | CloseRequest | PolicyRequest | DrainRequest
 
 
 @dataclass(frozen=True, kw_only=True)

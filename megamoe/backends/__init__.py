@@ -71,18 +71,14 @@ class Backend(Protocol):
 Opener = Callable[..., Backend]
 
 
-def open_backend(
-    name: str, bundle: Bundle, *, rank: int, group_name: str, timeout_s: float
-) -> Backend:
+def open_backend(name: str, bundle: Bundle, *, rank: int, group_name: str, timeout_s: float) -> Backend:
     """Open rank `rank` of the group called `group_name`; returns when all ranks have opened theirs.
 
     Raises ConfigError for an unknown backend or one whose packages are not installed, HeapError when memory is
     short, PeerTimeoutError naming ranks that did not open within timeout_s.
     """
     if name not in _MODULES:
-        raise ConfigError(
-            must_be("backend", f"one of {', '.join(_MODULES)}", repr(name))
-        )
+        raise ConfigError(must_be("backend", f"one of {', '.join(_MODULES)}", repr(name)))
     try:
         module = import_module(_MODULES[name])
     except ModuleNotFoundError as error:

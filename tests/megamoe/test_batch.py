@@ -17,16 +17,12 @@ N = 5
 
 def tensors(quantized: bool = False) -> dict[str, torch.Tensor]:
     made = {
-        "hidden_states": torch.zeros(
-            N, SHAPE.hidden, dtype=torch.uint8 if quantized else torch.bfloat16
-        ),
+        "hidden_states": torch.zeros(N, SHAPE.hidden, dtype=torch.uint8 if quantized else torch.bfloat16),
         "topk_ids": torch.arange(N * SHAPE.num_topk, dtype=torch.int32).view(N, -1),
         "topk_weights": torch.ones(N, SHAPE.num_topk),
     }
     if quantized:
-        made["hidden_states_sf"] = torch.full(
-            (N, SHAPE.hidden // 32), 127, dtype=torch.uint8
-        )
+        made["hidden_states_sf"] = torch.full((N, SHAPE.hidden // 32), 127, dtype=torch.uint8)
     return made
 
 
@@ -130,9 +126,7 @@ BAD: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], list[str]]] = 
     [case[1:] for case in BAD],
     ids=[case[0] for case in BAD],
 )
-def test_refuses(
-    field: str, change: Callable[[torch.Tensor], torch.Tensor], words: list[str]
-) -> None:
+def test_refuses(field: str, change: Callable[[torch.Tensor], torch.Tensor], words: list[str]) -> None:
     given = tensors()
     given[field] = change(given[field])
     with pytest.raises(InvalidArgumentError) as caught:
@@ -141,9 +135,7 @@ def test_refuses(
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.float32]
-)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.float32])
 def test_scales_are_one_byte_e8m0(dtype: torch.dtype) -> None:
     given: dict[str, Any] = tensors(quantized=True)
     given["hidden_states_sf"] = given["hidden_states_sf"].to(torch.float32).to(dtype)
@@ -170,7 +162,5 @@ def test_minus_one_and_the_last_expert_are_legal() -> None:
 def test_another_device_is_refused() -> None:
     given = tensors()
     given["topk_weights"] = given["topk_weights"].to("meta")
-    with pytest.raises(
-        InvalidArgumentError, match=r"topk_weights\.device must be cpu, got meta"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"topk_weights\.device must be cpu, got meta"):
         MoeBatch.of(SHAPE, **given)

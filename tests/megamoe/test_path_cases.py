@@ -56,8 +56,7 @@ def test_case(case: dict[str, Any]) -> None:
     plan = agree(intents, max_step_rows=deployment.step_rows_limit)
     sub_steps = choose_path(plan, plan_bundle(deployment), PathPolicy.of(deployment))
     got = [
-        {"path": sub_step.path.value, "runtime_capacity": sub_step.runtime_capacity}
-        for sub_step in sub_steps
+        {"path": sub_step.path.value, "runtime_capacity": sub_step.runtime_capacity} for sub_step in sub_steps
     ]
     assert got == case["expect"], case["why"]
 

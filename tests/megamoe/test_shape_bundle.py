@@ -24,20 +24,20 @@ DEMO = preset("demo")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(hidden=100), ["hidden", "multiple of 32", "100"]),
-        (dict(hidden=0), ["hidden", "0"]),
-        (dict(intermediate=-32), ["intermediate", "-32"]),
-        (dict(num_ranks=3), ["num_ranks", "1, 2, 4 or 8", "3"]),
-        (dict(num_ranks=16), ["num_ranks", "one host", "16"]),
-        (dict(num_experts=60), ["num_experts", "multiple of num_ranks = 8", "60"]),
-        (dict(num_experts=0), ["num_experts"]),
-        (dict(num_topk=0), ["num_topk"]),
-        (dict(num_topk=65), ["num_topk", "32", "65"]),
-        (dict(num_layers=0), ["num_layers"]),
-        (dict(swiglu_limit=-1.0), ["swiglu_limit", "-1.0"]),
-        (dict(swiglu_limit=float("nan")), ["swiglu_limit", "nan"]),
-        (dict(activation="relu"), ["activation", "relu"]),
-        (dict(quant="bf16"), ["quant", "bf16"]),
+        ({"hidden": 100}, ["hidden", "multiple of 32", "100"]),
+        ({"hidden": 0}, ["hidden", "0"]),
+        ({"intermediate": -32}, ["intermediate", "-32"]),
+        ({"num_ranks": 3}, ["num_ranks", "1, 2, 4 or 8", "3"]),
+        ({"num_ranks": 16}, ["num_ranks", "one host", "16"]),
+        ({"num_experts": 60}, ["num_experts", "multiple of num_ranks = 8", "60"]),
+        ({"num_experts": 0}, ["num_experts"]),
+        ({"num_topk": 0}, ["num_topk"]),
+        ({"num_topk": 65}, ["num_topk", "32", "65"]),
+        ({"num_layers": 0}, ["num_layers"]),
+        ({"swiglu_limit": -1.0}, ["swiglu_limit", "-1.0"]),
+        ({"swiglu_limit": float("nan")}, ["swiglu_limit", "nan"]),
+        ({"activation": "relu"}, ["activation", "relu"]),
+        ({"quant": "bf16"}, ["quant", "bf16"]),
     ],
 )
 def test_shape_refuses(change: dict[str, object], words: list[str]) -> None:
@@ -59,9 +59,7 @@ def test_presets_split_over_all_rank_counts(name: str) -> None:
 
 def test_v4_pro_weight_bytes() -> None:
     """1.685 GB a rank and layer: the figure of the reference table."""
-    assert preset("deepseek-v4-pro").weight_bytes_per_rank_and_layer == pytest.approx(
-        1.685e9, rel=1e-3
-    )
+    assert preset("deepseek-v4-pro").weight_bytes_per_rank_and_layer == pytest.approx(1.685e9, rel=1e-3)
 
 
 def test_unknown_preset_lists_the_known() -> None:
@@ -72,17 +70,17 @@ def test_unknown_preset_lists_the_known() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(max_tokens_per_rank=100), ["max_tokens_per_rank", "power of two", "100"]),
-        (dict(max_tokens_per_rank=16384), ["max_tokens_per_rank", "8192", "16384"]),
-        (dict(max_tokens_per_rank=0), ["max_tokens_per_rank", "0"]),
-        (dict(backend="tpu"), ["backend", "cpu", "tpu"]),
-        (dict(fixed_slot_max=-1), ["fixed_slot_max", "-1"]),
-        (dict(small_m_capacities=(24,)), ["small_m_capacities", "24"]),
-        (dict(small_m_capacities=(32, 16)), ["small_m_capacities", "ascending"]),
-        (dict(large_m_min_tokens=0), ["large_m_min_tokens"]),
-        (dict(max_step_rows=100), ["max_step_rows", "8192", "100"]),
+        ({"max_tokens_per_rank": 100}, ["max_tokens_per_rank", "power of two", "100"]),
+        ({"max_tokens_per_rank": 16384}, ["max_tokens_per_rank", "8192", "16384"]),
+        ({"max_tokens_per_rank": 0}, ["max_tokens_per_rank", "0"]),
+        ({"backend": "tpu"}, ["backend", "cpu", "tpu"]),
+        ({"fixed_slot_max": -1}, ["fixed_slot_max", "-1"]),
+        ({"small_m_capacities": (24,)}, ["small_m_capacities", "24"]),
+        ({"small_m_capacities": (32, 16)}, ["small_m_capacities", "ascending"]),
+        ({"large_m_min_tokens": 0}, ["large_m_min_tokens"]),
+        ({"max_step_rows": 100}, ["max_step_rows", "8192", "100"]),
         (
-            dict(batch_invariant=True, combine_row_format=RowFormat.AUTO),
+            {"batch_invariant": True, "combine_row_format": RowFormat.AUTO},
             ["combine_row_format", "auto"],
         ),
     ],
@@ -122,17 +120,15 @@ def test_small_capacities_are_bounded_and_merge() -> None:
 @pytest.mark.parametrize(
     ("change", "needle"),
     [
-        (dict(num_ranks=4), "num_ranks must be 8, got 4"),
-        (dict(hidden=4096), "hidden must be 7168, got 4096"),
-        (dict(intermediate=2048), "intermediate must be 3072, got 2048"),
-        (dict(num_experts=256), "num_experts must be 384, got 256"),
-        (dict(num_topk=8), "num_topk must be 6, got 8"),
-        (dict(activation="gelu"), "activation must be silu, got gelu"),
+        ({"num_ranks": 4}, "num_ranks must be 8, got 4"),
+        ({"hidden": 4096}, "hidden must be 7168, got 4096"),
+        ({"intermediate": 2048}, "intermediate must be 3072, got 2048"),
+        ({"num_experts": 256}, "num_experts must be 384, got 256"),
+        ({"num_topk": 8}, "num_topk must be 6, got 8"),
+        ({"activation": "gelu"}, "activation must be silu, got gelu"),
     ],
 )
-def test_gfx950_gate_says_why_and_compact_stays(
-    change: dict[str, object], needle: str
-) -> None:
+def test_gfx950_gate_says_why_and_compact_stays(change: dict[str, object], needle: str) -> None:
     shape: MoeShape = replace(preset("deepseek-v4-pro"), **change)  # type: ignore[arg-type]
     bundle = plan_bundle(Deployment(shape=shape, backend="gfx950"))
     assert {spec.path for spec in bundle.runtimes} == {Path.COMPACT}
@@ -142,9 +138,7 @@ def test_gfx950_gate_says_why_and_compact_stays(
 
 def test_gfx950_gate_opens_for_v4_pro_and_for_the_emulated_profile() -> None:
     for shape, emulated in ((preset("deepseek-v4-pro"), False), (DEMO, True)):
-        bundle = plan_bundle(
-            Deployment(shape=shape, backend="gfx950", gfx950_emulated=emulated)
-        )
+        bundle = plan_bundle(Deployment(shape=shape, backend="gfx950", gfx950_emulated=emulated))
         assert {spec.path for spec in bundle.runtimes} == set(Path)
         assert not bundle.reasons
 
@@ -153,15 +147,8 @@ def test_sub_steps_and_fingerprint() -> None:
     deployment = Deployment(shape=DEMO, max_tokens_per_rank=512)
     assert (deployment.step_rows_limit, deployment.max_sub_steps) == (2048, 4)
     assert replace(deployment, max_step_rows=513).max_sub_steps == 2
+    assert deployment.fingerprint() == Deployment(shape=DEMO, max_tokens_per_rank=512).fingerprint()
+    assert deployment.fingerprint() != replace(deployment, fixed_slot_max=511).fingerprint()
     assert (
-        deployment.fingerprint()
-        == Deployment(shape=DEMO, max_tokens_per_rank=512).fingerprint()
-    )
-    assert (
-        deployment.fingerprint()
-        != replace(deployment, fixed_slot_max=511).fingerprint()
-    )
-    assert (
-        deployment.fingerprint()
-        != replace(deployment, shape=replace(DEMO, swiglu_limit=0.0)).fingerprint()
+        deployment.fingerprint() != replace(deployment, shape=replace(DEMO, swiglu_limit=0.0)).fingerprint()
     )
