@@ -40,6 +40,7 @@ imports: venv    ## who may import whom
 
 proto: venv      ## write service/pb from proto/
 	$(BIN)/python tools/gen_proto.py
+	$(BIN)/python tools/check_proto_compat.py --update
 
 proto-check: venv ## stubs are fresh, and the wire contract breaks no caller
 	$(BIN)/python tools/gen_proto.py --check

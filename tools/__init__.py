@@ -1,0 +1,1 @@
+"""Developer tools of this checkout; nothing here is installed."""
