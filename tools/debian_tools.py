@@ -1,0 +1,164 @@
+"""Unpack programs that only Debian packages carry into `.tools/`, without root and without installing them.
+
+Owns: `.tools/`, one folder a tool, each with a stamp that names the packages inside. Refuses: to go on without the tool
+(ToolError says what was tried); no caller may turn that into a skipped test.
+A program found on PATH is taken as it is. Otherwise `apt-get download` and `dpkg-deb -x`; where apt has no package lists
+yet, they are fetched into `.tools/apt` first, which needs no root either.
+
+    python tools/debian_tools.py prometheus    unpack, print where the programs are
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / ".tools"
+DOWNLOAD_TIMEOUT_S = 300
+PROBE_TIMEOUT_S = 30
+
+
+class ToolError(Exception):
+    """A program could not be provided. The message names the program and what was tried."""
+
+
+@dataclass(frozen=True)
+class DebianTool:
+    """One tool: its packages (with the libraries they need beyond a bare system) and its programs (path in the tree)."""
+
+    packages: tuple[str, ...]
+    programs: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Program names without their folder."""
+        return tuple(Path(program).name for program in self.programs)
+
+
+KNOWN = {
+    # Go programs: they need libc alone, and their web pages' packages are not needed to scrape and query.
+    "prometheus": DebianTool(("prometheus",), ("usr/bin/prometheus", "usr/bin/promtool")),
+}
+
+
+def provide(tool_name: str, tools: Path = TOOLS) -> dict[str, Path]:
+    """Program name -> path of every program of `tool_name`, unpacked now if need be. Raises ToolError."""
+    if tool_name not in KNOWN:
+        raise ToolError(f"tool must be one of {', '.join(sorted(KNOWN))}, got {tool_name!r}")
+    tool = KNOWN[tool_name]
+    on_path = {name: shutil.which(name) for name in tool.names}
+    if all(on_path.values()):
+        return {name: Path(path) for name, path in on_path.items() if path}
+    folder = tools / tool_name
+    with _lock(tools):
+        if not _is_complete(folder, tool):
+            _unpack(tool, folder, tools)
+    return {name: folder / program for name, program in zip(tool.names, tool.programs, strict=True)}
+
+
+def _is_complete(folder: Path, tool: DebianTool) -> bool:
+    stamp = folder / ".stamp"
+    return stamp.exists() and stamp.read_text() == _stamp_text(tool)
+
+
+def _stamp_text(tool: DebianTool) -> str:
+    return "".join(f"{line}\n" for line in (*tool.packages, *tool.programs))
+
+
+@contextmanager
+def _lock(tools: Path) -> Iterator[None]:
+    """One unpacking at a time, also between processes."""
+    tools.mkdir(parents=True, exist_ok=True)
+    with (tools / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _unpack(tool: DebianTool, folder: Path, tools: Path) -> None:
+    """Download, unpack beside `folder`, try every program, then move into place in one step."""
+    for needed in ("apt-get", "dpkg-deb"):
+        if not shutil.which(needed):
+            raise ToolError(
+                f"{', '.join(tool.names)} must be on PATH, or {needed} must be there to unpack "
+                f"the Debian package {tool.packages[0]}; neither is"
+            )
+    with tempfile.TemporaryDirectory(dir=tools) as temp:
+        debs, tree = Path(temp) / "debs", Path(temp) / "tree"
+        debs.mkdir()
+        _download(tool.packages, debs, tools)
+        for deb in sorted(debs.glob("*.deb")):
+            _run(["dpkg-deb", "-x", str(deb), str(tree)])
+        for program in tool.programs:
+            _probe(tree / program)
+        (tree / ".stamp").write_text(_stamp_text(tool))
+        if folder.exists():
+            shutil.rmtree(folder)
+        tree.rename(folder)
+
+
+def _download(packages: Sequence[str], into: Path, tools: Path) -> None:
+    """Download the packages; when apt knows nothing of them, fetch package lists of our own first."""
+    as_root = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
+    try:
+        _run(["apt-get", *as_root, "download", *packages], cwd=into)
+    except ToolError:
+        state = tools / "apt"
+        for sub in ("lists/partial", "cache/archives/partial"):
+            (state / sub).mkdir(parents=True, exist_ok=True)
+        own = ["-o", f"Dir::State::lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}"]
+        _run(["apt-get", *as_root, *own, "update"])
+        _run(["apt-get", *as_root, *own, "download", *packages], cwd=into)
+
+
+def _probe(program: Path) -> None:
+    """A program that does not even print its version misses a library: say so now, not in a test."""
+    if not program.exists():
+        raise ToolError(f"{program.name} is not in the package; KNOWN must say where it is")
+    _run([str(program), "--version"], timeout_s=PROBE_TIMEOUT_S)
+
+
+def _run(command: Sequence[str], cwd: Path | None = None, timeout_s: float = DOWNLOAD_TIMEOUT_S) -> None:
+    """Run a command. Raises ToolError with the command and the end of what it said."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolError(f"{' '.join(command)}: {error}") from error
+    if done.returncode != 0:
+        words = (done.stderr.strip() or done.stdout.strip())[-800:]
+        raise ToolError(f"{' '.join(command)}: exit status {done.returncode}: {words}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Provide the tools named; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tools", nargs="+", choices=sorted(KNOWN))
+    try:
+        for name in parser.parse_args(argv).tools:
+            for program, path in provide(name).items():
+                print(f"{program}: {path}")
+    except ToolError as error:
+        print(f"debian_tools: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
