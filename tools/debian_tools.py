@@ -1,9 +1,9 @@
 """Unpack programs that only Debian packages carry into `.tools/`, without root and without installing them.
 
-Owns: `.tools/`, one folder a tool, each with a stamp that names the packages inside. Refuses: to go on without the tool
-(ToolError says what was tried); no caller may turn that into a skipped test.
-A program found on PATH is taken as it is. Otherwise `apt-get download` and `dpkg-deb -x`; where apt has no package lists
-yet, they are fetched into `.tools/apt` first, which needs no root either.
+Owns: `.tools/`, one folder a tool, each with a stamp that names the packages inside. Refuses: to go on without the
+tool (ToolError says what was tried); no caller may turn that into a skipped test.
+A program found on PATH is taken as it is. Otherwise `apt-get download` and `dpkg-deb -x`; where apt has no package
+lists yet, they are fetched into `.tools/apt` first, which needs no root either.
 
     python tools/debian_tools.py prometheus    unpack, print where the programs are
 """
@@ -34,7 +34,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class DebianTool:
-    """One tool: its packages (with the libraries they need beyond a bare system) and its programs (path in the tree)."""
+    """One tool: its packages (with libraries that a bare system lacks) and its programs (path in the tree)."""
 
     packages: tuple[str, ...]
     programs: tuple[str, ...]
