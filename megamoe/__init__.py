@@ -17,6 +17,7 @@ from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
 from megamoe.shm import SharedSegment, Word, fence, shm_free_bytes, unlink_all
 from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
+from megamoe.weights import LayerWeights, random_layer_weights, shard
 
 __all__ = [
     "MX_BLOCK",
@@ -24,6 +25,7 @@ __all__ = [
     "Bundle",
     "Counters",
     "Deployment",
+    "LayerWeights",
     "MoeBatch",
     "MoeOutput",
     "MoeShape",
@@ -47,6 +49,8 @@ __all__ = [
     "plan_bundle",
     "preset",
     "prev_power_of_2",
+    "random_layer_weights",
+    "shard",
     "shm_free_bytes",
     "unlink_all",
 ]

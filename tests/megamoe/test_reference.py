@@ -1,0 +1,178 @@
+"""The oracles against a loop written per element from the specification, with ml_dtypes for the formats."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from megamoe import MoeBatch, MoeShape, RowFormat, reference
+from megamoe.routing import DISTRIBUTIONS, route, route_rank
+from megamoe.weights import LayerWeights, random_layer_weights
+
+SHAPE = MoeShape(hidden=64, intermediate=32, num_experts=8, num_topk=3, num_ranks=4, swiglu_limit=1.0)
+WEIGHTS = random_layer_weights(SHAPE, seed=5)
+
+
+def batch_of(num_rows: int, seed: int = 0, **share: float) -> MoeBatch:
+    ids, weights = route_rank(SHAPE, "uniform", num_rows, seed=seed, rank=0, **share)
+    x = torch.randn(num_rows, SHAPE.hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return MoeBatch.of(SHAPE, x, ids, weights)
+
+
+def mxfp8(row: np.ndarray) -> np.ndarray:
+    out = np.empty_like(row, dtype=np.float64)
+    for start in range(0, len(row), 32):
+        block = row[start : start + 32].astype(np.float64)
+        largest = np.abs(block).max()
+        exponent = -127 if largest == 0 else max(-127, math.ceil(math.log2(largest / 448.0)))
+        codes = (block / 2.0**exponent).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+        out[start : start + 32] = codes.astype(np.float64) * 2.0**exponent
+    return out
+
+
+def one_token(batch: MoeBatch, token: int, formats: list[RowFormat], exact: bool) -> np.ndarray:
+    w13, w2 = (w.double().numpy() for w in WEIGHTS.dequantized())
+    x = batch.hidden_states[token].double().numpy()
+    x = x if exact else mxfp8(x)
+    total = np.zeros(SHAPE.hidden, dtype=np.float64 if exact else np.float32)
+    for slot in range(SHAPE.num_topk):
+        expert, weight = int(batch.topk_ids[token, slot]), float(batch.topk_weights[token, slot])
+        if expert == -1:
+            continue
+        inner = np.empty(SHAPE.intermediate)
+        for i in range(SHAPE.intermediate):
+            gate = min(float(w13[expert, i] @ x), SHAPE.swiglu_limit)
+            up = max(
+                -SHAPE.swiglu_limit, min(SHAPE.swiglu_limit, float(w13[expert, SHAPE.intermediate + i] @ x))
+            )
+            inner[i] = gate / (1 + math.exp(-gate)) * up
+        row = w2[expert] @ (inner if exact else mxfp8(inner.astype(np.float32)))
+        if exact:
+            total += row * weight
+        elif formats[expert // 2] is RowFormat.FP8:
+            total += mxfp8(row.astype(np.float32) * np.float32(weight)).astype(np.float32)
+        else:
+            total += row.astype(ml_dtypes.bfloat16).astype(np.float32) * np.float32(weight)
+    return total if exact else total.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def test_exact_equals_the_loop() -> None:
+    batch = batch_of(9, no_expert_share=0.2, duplicate_share=0.5)
+    got = reference.exact_moe(batch, WEIGHTS, SHAPE)
+    for token in range(9):
+        np.testing.assert_allclose(
+            got[token].numpy(), one_token(batch, token, [], True), rtol=1e-9, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("formats", ["bf16", "fp8", "mixed"])
+def test_quantized_equals_the_loop(formats: str) -> None:
+    per_rank = {
+        "bf16": [RowFormat.BF16] * 4,
+        "fp8": [RowFormat.FP8] * 4,
+        "mixed": [RowFormat.FP8, RowFormat.BF16, RowFormat.BF16, RowFormat.FP8],
+    }[formats]
+    batch = batch_of(24, seed=3, no_expert_share=0.1, duplicate_share=0.3)
+    got = reference.quantized_moe(batch, WEIGHTS, SHAPE, per_rank).double().numpy()
+    want = np.stack([one_token(batch, token, per_rank, False) for token in range(24)])
+    # A value on a rounding edge may fall either way (the loop sums in its own order): a few last-bit differences.
+    assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
+    assert (np.abs(got - want) <= 0.02 * np.abs(want) + 1e-3).mean() > 0.99
+
+
+def test_quantization_errors_have_the_known_size() -> None:
+    """One e4m3 row quantization alone costs relative L2 0.027 (protocol); input and intermediate each likewise."""
+    batch = batch_of(256)
+    exact = reference.exact_moe(batch, WEIGHTS, SHAPE)
+    bf16_rows = reference.relative_l2(reference.quantized_moe(batch, WEIGHTS, SHAPE), exact)
+    fp8_rows = reference.relative_l2(reference.quantized_moe(batch, WEIGHTS, SHAPE, RowFormat.FP8), exact)
+    assert 0.02 < bf16_rows < fp8_rows < reference.EXACT_REL_L2
+
+
+def test_identity_is_the_weighted_sum() -> None:
+    ids = torch.tensor([[0, -1, 7], [3, 3, -1], [-1, -1, -1]], dtype=torch.int32)
+    weights = torch.tensor([[0.5, 9.0, 2.0], [1.0, 0.25, 9.0], [9.0, 9.0, 9.0]])
+    x = torch.arange(3 * 64).view(3, 64).remainder(8).bfloat16()
+    for row_format in (RowFormat.BF16, RowFormat.FP8):
+        got = reference.identity_moe(MoeBatch.of(SHAPE, x, ids, weights), SHAPE, row_format)
+        assert torch.equal(got, x * torch.tensor([[2.5], [1.25], [0.0]]).bfloat16())
+
+
+def test_pre_quantized_rows_are_not_quantized_again() -> None:
+    from megamoe import mx
+
+    batch = batch_of(16)
+    codes, scales = mx.quantize_mxfp8(batch.hidden_states.float())
+    same = MoeBatch.of(SHAPE, codes, batch.topk_ids, batch.topk_weights, scales)
+    assert torch.equal(
+        reference.quantized_moe(same, WEIGHTS, SHAPE), reference.quantized_moe(batch, WEIGHTS, SHAPE)
+    )
+
+
+def test_relative_l2_and_tolerance() -> None:
+    assert reference.relative_l2(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
+    assert reference.relative_l2(torch.zeros(0), torch.zeros(0)) == 0.0
+    nan = reference.relative_l2(torch.tensor([float("nan")]), torch.ones(1))
+    assert not nan <= reference.QUANTIZED_REL_L2, "a NaN must never pass a bound"
+    assert reference.tolerance(1e-2, 63) == 2e-2
+    assert reference.tolerance(1e-2, 64) == 1e-2
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_routes_are_legal_distinct_and_repeatable(distribution: str) -> None:
+    counts = [0, 5, 100, 33]
+    first = route(SHAPE, distribution, counts, seed=4)
+    again = route(SHAPE, distribution, counts, seed=4)
+    for (ids, weights), (ids_again, weights_again), num_rows in zip(first, again, counts, strict=True):
+        assert torch.equal(ids, ids_again)
+        assert torch.equal(weights, weights_again)
+        assert ids.shape == weights.shape == (num_rows, SHAPE.num_topk)
+        assert all(len(set(row)) == SHAPE.num_topk for row in ids.tolist())
+        assert not num_rows or (int(ids.min()) >= 0 and int(ids.max()) < SHAPE.num_experts)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(num_rows))
+    other = route(SHAPE, distribution, counts, seed=5)[2]
+    assert not torch.equal(other[1], first[2][1])
+
+
+def test_distributions_have_their_shape() -> None:
+    from megamoe import preset
+
+    pro = preset("deepseek-v4-pro")
+    n = 2000
+
+    def ids_of(name: str) -> torch.Tensor:
+        return route_rank(pro, name, n, seed=1, rank=2)[0]
+
+    assert ids_of("one_rank").unique().tolist() == [0, 1, 2, 3, 4, 5]
+    assert ids_of("boundary").unique().tolist() == [0, 1, 2, 3, 46, 47]
+    hot = (ids_of("hot60") == torch.arange(6, dtype=torch.int32)).all(-1)
+    assert int(hot.sum()) == 1200
+    balanced = ids_of("rank_balanced_hot")
+    assert all(len(set(row)) == 6 for row in (balanced // 48).tolist())
+    assert float((balanced % 48 == 0).double().mean()) == pytest.approx(0.6, abs=0.02)
+    counts = ids_of("zipf").long().flatten().bincount(minlength=384)
+    assert counts[0] > counts[3] > counts[30]
+    assert counts.max() <= n
+    uniform = ids_of("uniform").long().flatten().bincount(minlength=384)
+    assert float(uniform.double().std() / uniform.double().mean()) < 0.25
+
+
+def test_shares_of_nobody_and_duplicates() -> None:
+    ids, _ = route_rank(SHAPE, "uniform", 4000, seed=1, rank=0, no_expert_share=0.25)
+    assert float((ids == -1).double().mean()) == pytest.approx(0.25, abs=0.02)
+    ids, _ = route_rank(SHAPE, "uniform", 4000, seed=1, rank=0, duplicate_share=0.5)
+    assert float((ids[:, 0] == ids[:, -1]).double().mean()) == pytest.approx(0.5, abs=0.03)
+
+
+def test_random_weights_are_the_same_sharded_or_whole() -> None:
+    from megamoe.weights import shard
+
+    for rank in range(4):
+        own = random_layer_weights(SHAPE, seed=5, rank=rank)
+        assert own.fingerprint() == shard(WEIGHTS, SHAPE, rank).fingerprint()
+    assert random_layer_weights(SHAPE, seed=5, layer_idx=1).fingerprint() != WEIGHTS.fingerprint()
+    assert LayerWeights(*WEIGHTS.tensors().values()).fingerprint() == WEIGHTS.fingerprint()
