@@ -1,0 +1,291 @@
+"""Every metric name and bucket, and how a step is recorded; the only importer of prometheus_client.
+
+Owns: one registry per rank (label `rank`), observed on its own thread so that the device thread only hands a value
+over, and served over HTTP. Group-level series (`megamoe_group_*`) are recorded by rank 0 only. Refuses labels per
+layer, session or request: the number of series is fixed when the rank starts, whatever callers do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from megamoe import (
+    Bundle,
+    Path,
+    PathPolicy,
+    Phase,
+    SharedSegment,
+    StageTimes,
+    StepPlan,
+    SubStep,
+    SubStepReport,
+    is_fall_off,
+)
+from megamoe.errors import ERROR_BY_CODE
+
+SECONDS_BUCKETS = tuple(
+    round(digit * 10.0**power, 9)
+    for power in range(-5, 2)
+    for digit in (1, 2, 5)
+    if 5e-5 <= digit * 10.0**power <= 10
+)
+"""50 us to 10 s in steps of 2 to 2.5: from one small_m launch to the step timeout."""
+ROWS_BUCKETS = tuple(float(1 << power) for power in range(16))
+"""1 to 32,768 rows: the largest step of the largest profile."""
+_PHASES = (Phase.PREFILL, Phase.DECODE)
+_STOP = None
+
+T = TypeVar("T")
+
+
+class Balance:
+    """Rows that each rank received, counted up in shared memory, so that rank 0 can say how even they are.
+
+    Each rank writes its own 64-bit word only; a word is read whole.
+    """
+
+    def __init__(self, segment: SharedSegment, num_ranks: int) -> None:
+        self._segment = segment
+        self._words = segment.buf[: 8 * num_ranks].cast("Q")
+        self._seen = [0] * num_ranks
+
+    @classmethod
+    def create(cls, name: str, num_ranks: int) -> Balance:
+        return cls(SharedSegment.create(name, 8 * num_ranks), num_ranks)
+
+    @classmethod
+    def attach(cls, name: str, num_ranks: int, *, timeout_s: float) -> Balance:
+        return cls(SharedSegment.attach(name, timeout_s=timeout_s), num_ranks)
+
+    def add(self, rank: int, num_rows: int) -> None:
+        self._words[rank] += num_rows
+
+    def balancedness(self) -> float | None:
+        """Mean over max, over ranks, of the rows received since the last call; None if there were none."""
+        now = list(self._words)
+        since = [have - had for have, had in zip(now, self._seen)]
+        if max(since) <= 0:
+            return None
+        self._seen = now
+        return sum(since) / len(since) / max(since)
+
+    def close(self) -> None:
+        self._words.release()
+        self._segment.close()
+
+
+class RankMetrics:
+    """The metrics of one rank. `record_*` may be called from any thread and only enqueue."""
+
+    def __init__(self, *, rank: int, model_name: str, bundle: Bundle, balance: Balance | None = None) -> None:
+        self.rank = rank
+        self.registry = CollectorRegistry()
+        self._bundle = bundle
+        self._balance = balance
+        self._labels = {"rank": str(rank), "model_name": model_name}
+        self._last_path: Path | None = None
+        self._balance_at = 0.0
+        self._server: Any = None
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._define()
+        self._thread = threading.Thread(target=self._observe, name="metrics", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------ names
+
+    def _define(self) -> None:
+        paths = [{"path": str(path)} for path in Path]
+        path_phases = [{"path": str(path), "phase": str(phase)} for path in Path for phase in _PHASES]
+        path_stages = [{"path": str(path), "stage": s} for path in Path for s in StageTimes.stages()]
+        phases = [{"phase": str(phase)} for phase in Phase]
+        codes = [{"code": code} for code in ERROR_BY_CODE]
+
+        seconds: dict[str, Any] = {"buckets": SECONDS_BUCKETS}
+        rows: dict[str, Any] = {"buckets": ROWS_BUCKETS}
+        self._latency = self._metric(
+            Histogram, "layer_latency_seconds", "Time of one executed sub-step.", path_phases, **seconds
+        )
+        self._stage = self._metric(
+            Histogram, "stage_latency_seconds", "Time of one stage of a sub-step.", path_stages, **seconds
+        )
+        self._wait = self._metric(
+            Histogram, "barrier_wait_seconds", "Time of a sub-step spent waiting for peers.", **seconds
+        )
+        self._sub_steps = self._metric(Counter, "sub_steps", "Executed sub-steps.", path_phases)
+        self._calls = self._metric(Counter, "layer_calls", "Layer calls executed.")
+        self._rows = self._metric(Counter, "rows", "Rows (tokens) of this rank's callers.", paths)
+        self._received = self._metric(Counter, "rows_received", "Routed rows computed here.", paths)
+        self._padded = self._metric(Counter, "padded_rows", "Rows of GEMM tiles that belong to nobody.")
+        self._dropped = self._metric(Counter, "dropped_slots", "Slots with expert id -1.")
+        self._bytes_sent = self._metric(Counter, "bytes_sent", "Bytes written to peers.", paths)
+        self._errors = self._metric(Counter, "errors", "Requests answered with an error.", codes)
+
+        self.in_flight = self._metric(Gauge, "in_flight_requests", "Requests taken and not answered.")[()]
+        self.queue_depth = self._metric(Gauge, "queue_depth", "Requests waiting in the rank's rings.")[()]
+        self._progress = self._metric(
+            Gauge, "last_progress_timestamp_seconds", "Unix time of the step loop's last progress."
+        )[()]
+        self.generation = self._metric(Gauge, "generation", "Incarnation of the group.")[()]
+        self._weights_version = self._metric(Gauge, "weights_version", "Weights of the last plan.")[()]
+        self._policy_version = self._metric(Gauge, "policy_version", "Policy of the last plan.")[()]
+        self.heap_bytes = self._metric(Gauge, "heap_bytes", "Size of this rank's symmetric heap.")[()]
+        self.heap_high_water = self._metric(
+            Gauge, "heap_high_water_bytes", "Most heap that any step so far has used."
+        )[()]
+        self.ready = self._metric(Gauge, "ready", "1 when steps make progress on all ranks.")[()]
+        self._path_enabled = self._metric(Gauge, "path_enabled", "1 where a path may serve.", paths)
+
+        if self.rank != 0:
+            return
+        switches = [{"from_path": str(a), "to_path": str(b)} for a in Path for b in Path if a is not b]
+        self._group_calls = self._metric(Counter, "group_layer_calls", "Layer calls of the group.")[()]
+        self._group_steps = self._metric(Counter, "group_steps", "Agreed steps.", phases)
+        self._group_max = self._metric(
+            Histogram, "group_rows_max", "Agreed maximum of rows a rank, per step.", **rows
+        )[()]
+        self._group_mean = self._metric(
+            Histogram, "group_rows_mean", "Mean of rows a rank, per step.", **rows
+        )[()]
+        self._group_switches = self._metric(
+            Counter, "group_path_switches", "Sub-steps on another path than the one before.", switches
+        )
+        self._group_fall_offs = self._metric(
+            Counter, "group_decode_fall_offs", "Decode sub-steps above every enabled decode capacity."
+        )[()]
+        self._group_balance = self._metric(
+            Gauge, "group_expert_balancedness", "Mean over max, over ranks, of routed rows received."
+        )[()]
+        self._group_balance.set(1.0)
+
+    def _metric(
+        self,
+        kind: Callable[..., T],
+        name: str,
+        text: str,
+        series: list[dict[str, str]] | None = None,
+        **more: Any,
+    ) -> dict[tuple[str, ...], T]:
+        """Define a metric and all of its series at zero: {label values: series}; () without labels of its own."""
+        labels = list(series[0]) if series else []
+        family: Any = kind(f"megamoe_{name}", text, (*self._labels, *labels), registry=self.registry, **more)
+        return {tuple(own.values()): family.labels(**self._labels, **own) for own in series or [{}]}
+
+    # ------------------------------------------------------------------------------ recording
+
+    def record_plan(self, plan: StepPlan, policy: PathPolicy) -> None:
+        """A step was agreed."""
+        self._todo.put(lambda: self._observe_plan(plan, policy))
+
+    def record_step(self, plan: StepPlan, policy: PathPolicy, reports: tuple[SubStepReport, ...]) -> None:
+        """One layer call of a step was executed, in these sub-steps."""
+        self._todo.put(lambda: self._observe_step(plan, policy, reports))
+
+    def record_error(self, code: str) -> None:
+        """A request was answered with an error of this code."""
+        series = self._errors.get((code,), self._errors[("internal",)])
+        self._todo.put(series.inc)
+
+    def record_policy(self, policy: PathPolicy) -> None:
+        """The newest policy of this rank; path_enabled says what is built AND switched on."""
+        for path in Path:
+            on = policy.allows(path) and bool(self._bundle.capacities(path))
+            self._path_enabled[(str(path),)].set(on)
+
+    def watch(self, values: Mapping[str, Callable[[], float]]) -> None:
+        """Read gauges at scrape time: queue_depth, in_flight, last_progress (Unix seconds), ready, heap_high_water."""
+        gauges = {
+            "queue_depth": self.queue_depth,
+            "in_flight": self.in_flight,
+            "last_progress": self._progress,
+            "ready": self.ready,
+            "heap_high_water": self.heap_high_water,
+        }
+        for name, function in values.items():
+            gauges[name].set_function(function)
+
+    def _observe_plan(self, plan: StepPlan, policy: PathPolicy) -> None:
+        self._weights_version.set(plan.weights_version)
+        self._policy_version.set(plan.policy_version)
+        self.record_policy(policy)
+        if self.rank == 0:
+            self._group_steps[(str(plan.phase),)].inc()
+            self._group_max.observe(plan.max_rows)
+            self._group_mean.observe(plan.total_rows / plan.num_ranks)
+
+    def _observe_step(self, plan: StepPlan, policy: PathPolicy, reports: tuple[SubStepReport, ...]) -> None:
+        self._calls[()].inc()
+        if self.rank == 0:
+            self._group_calls.inc()
+        for idx, report in enumerate(reports):
+            path, phase = str(report.path), str(plan.phase)
+            counters, times = report.counters, report.times
+            self._sub_steps[(path, phase)].inc()
+            self._latency[(path, phase)].observe(times.total_us * 1e-6)
+            for stage in StageTimes.stages():
+                spent_us = getattr(times, f"{stage}_us")
+                if spent_us:
+                    self._stage[(path, stage)].observe(spent_us * 1e-6)
+            self._wait[()].observe(times.wait_us * 1e-6)
+            self._rows[(path,)].inc(report.num_rows_per_rank[self.rank])
+            self._received[(path,)].inc(counters.rows_received)
+            self._bytes_sent[(path,)].inc(counters.bytes_sent)
+            self._padded[()].inc(counters.padded_rows)
+            self._dropped[()].inc(counters.dropped_slots)
+            if self._balance:
+                self._balance.add(self.rank, counters.rows_received)
+            if self.rank == 0:
+                self._observe_group(plan, policy, idx, report)
+
+    def _observe_group(self, plan: StepPlan, policy: PathPolicy, idx: int, report: SubStepReport) -> None:
+        if self._last_path not in (None, report.path):
+            self._group_switches[(str(self._last_path), str(report.path))].inc()
+        self._last_path = report.path
+        sub_step = SubStep(
+            sub_step_idx=idx,
+            start_row=0,
+            stop_row=max(report.num_rows_per_rank),
+            path=report.path,
+            runtime_capacity=report.runtime_capacity,
+            num_rows_per_rank=report.num_rows_per_rank,
+        )
+        if is_fall_off(sub_step, plan.phase, self._bundle, policy):
+            self._group_fall_offs.inc()
+        if self._balance and time.monotonic() - self._balance_at > 1.0:
+            self._balance_at = time.monotonic()
+            value = self._balance.balancedness()
+            if value is not None:
+                self._group_balance.set(value)
+
+    # ------------------------------------------------------------------------------ life
+
+    def serve(self, host: str, port: int) -> int:
+        """Serve /metrics; returns the port (a free one for 0)."""
+        self._server, _ = start_http_server(port, host, registry=self.registry)
+        return int(self._server.server_port)
+
+    def flush(self, timeout_s: float = 5.0) -> None:
+        """Return when everything recorded before is observed."""
+        done = threading.Event()
+        self._todo.put(done.set)
+        if not done.wait(timeout_s):
+            raise TimeoutError(f"metrics of rank {self.rank} were not observed within {timeout_s} s")
+
+    def close(self) -> None:
+        """Observe what is left and stop serving. Safe to call twice."""
+        if self._thread.is_alive():
+            self._todo.put(_STOP)
+            self._thread.join(5.0)
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _observe(self) -> None:
+        while (work := self._todo.get()) is not None:
+            work()
