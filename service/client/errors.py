@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -66,7 +66,7 @@ def from_message(error: pb.Error, rank: int) -> MegaMoeError:
 
 def from_rpc(error: grpc.aio.AioRpcError, *, where: str, rank: int | None = None) -> MegaMoeError:
     """The exception of a failed call or stream; its trailing metadata says the code when the service made it."""
-    metadata: dict[str, str | bytes] = {key: value for key, value in error.trailing_metadata() or ()}
+    metadata: dict[str, str | bytes] = dict(cast("Any", error.trailing_metadata()) or ())
     said = metadata.get(codec.ERROR_CODE_METADATA)
     missing = str(metadata.get(codec.MISSING_RANKS_METADATA, ""))
     status, details = error.code(), error.details() or "no details"

@@ -102,7 +102,8 @@ class AsyncMoeGroup:
         for task in self._background:
             task.cancel()
         if self.lease_serial:
-            release = pb.ForwardRequest(lease=pb.Lease(holder=self.holder, release=True))
+            lease = pb.Lease(holder=self.holder, release=True, lease_serial=self.lease_serial)
+            release = pb.ForwardRequest(lease=lease)
             with contextlib.suppress(MegaMoeError):
                 await self._ask_all(release, timeout_s=2.0)
         await asyncio.gather(*(stream.close() for stream in self.streams), return_exceptions=True)
