@@ -9,8 +9,8 @@ The ways, in order, until one works:
  2. pip with `torch==<pin>+cpu`: the local version `+cpu` can only ever be the small build. Works wherever pip's own
     configuration knows a place that has it.
  3. uv (from PyPI) with `--torch-backend cpu`: uv itself knows where the CPU builds are.
- 4. pip with `torch==<pin>`: a CPU build where the platform has no other (macOS, Linux on Arm), else the CUDA build, which
-    runs the CPU default just as well.
+ 4. pip with `torch==<pin>`: a CPU build where the platform has no other (macOS, Linux on Arm), else the CUDA build,
+    which runs the CPU default just as well.
 """
 
 from __future__ import annotations
