@@ -68,6 +68,14 @@ class PrometheusServer:
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}; targets: {targets}"
             time.sleep(0.2)
 
+    def wait_until_scraped_after(self, moment_s: float, num_ranks: int, timeout_s: float) -> None:
+        """Wait until what is known of every rank is from after `moment_s` (Unix seconds)."""
+        self.wait_until(
+            f"{num_ranks} ranks are scraped again",
+            lambda: len(self.query(f"timestamp(megamoe_ready) > {moment_s!r}")) == num_ranks,
+            timeout_s,
+        )
+
 
 @contextmanager
 def prometheus(front_url: str, folder: Path) -> Iterator[PrometheusServer]:
