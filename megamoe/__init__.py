@@ -13,7 +13,9 @@ from megamoe.bundle import (
     plan_bundle,
     prev_power_of_2,
 )
+from megamoe.layout import HeapLayout, Region, plan_layout
 from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
+from megamoe.runtime import Runtime
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
 from megamoe.shm import SharedSegment, Word, fence, shm_free_bytes, unlink_all
 from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
@@ -25,6 +27,7 @@ __all__ = [
     "Bundle",
     "Counters",
     "Deployment",
+    "HeapLayout",
     "LayerWeights",
     "MoeBatch",
     "MoeOutput",
@@ -33,7 +36,9 @@ __all__ = [
     "PathPolicy",
     "Phase",
     "PlanId",
+    "Region",
     "RowFormat",
+    "Runtime",
     "RuntimeSpec",
     "SharedSegment",
     "StageTimes",
@@ -47,6 +52,7 @@ __all__ = [
     "fence",
     "is_fall_off",
     "plan_bundle",
+    "plan_layout",
     "preset",
     "prev_power_of_2",
     "random_layer_weights",

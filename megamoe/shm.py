@@ -80,15 +80,19 @@ class SharedSegment:
         while True:
             try:
                 fd = os.open(path, os.O_RDWR)
-                break
             except FileNotFoundError:
-                if time.monotonic() >= deadline:
-                    raise HeapError(f"shared memory {name} is not there after {timeout_s} s") from None
-                time.sleep(0.005)
-        try:
-            return cls(name, mmap.mmap(fd, os.fstat(fd).st_size), owner=False)
-        finally:
-            os.close(fd)
+                pass
+            else:
+                try:
+                    # Between the creator's open and its fallocate the file is there, and empty.
+                    num_bytes = os.fstat(fd).st_size
+                    if num_bytes:
+                        return cls(name, mmap.mmap(fd, num_bytes), owner=False)
+                finally:
+                    os.close(fd)
+            if time.monotonic() >= deadline:
+                raise HeapError(f"shared memory {name} is not there after {timeout_s} s")
+            time.sleep(0.005)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor view of [offset, ...). Raises InvalidArgumentError past the end; offsets are 64-bit."""
@@ -104,11 +108,6 @@ class SharedSegment:
                 )
             )
         return self.bytes_u8[offset : offset + num_bytes].view(dtype).view(shape)
-
-    @property
-    def path(self) -> Path:
-        """The file behind the name: what processes of one group lock (flock) to take turns."""
-        return _path_of(self.name)
 
     def word(self, offset: int) -> Word:
         """The 32-bit word at a 4-byte aligned offset."""

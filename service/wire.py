@@ -160,19 +160,19 @@ class PayloadWriter:
 
     def __init__(self) -> None:
         self.parts: list[Buffer] = []
-        self.num_bytes = 0
+        self._offset = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> pb.Tensor:
         """Append a contiguous host tensor (not copied here) and return its descriptor."""
-        padding = -self.num_bytes % 8
+        padding = -self._offset % 8
         if padding:
             self.parts.append(bytes(padding))
-            self.num_bytes += padding
-        offset = self.num_bytes
+            self._offset += padding
+        offset = self._offset
         if tensor.numel():
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self.parts.append(flat.numpy().data)
-            self.num_bytes += flat.numel()
+            self._offset += flat.numel()
         dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         return pb.Tensor(name=name, dtype=dtype, shape=list(tensor.shape), offset=offset)
 

@@ -64,6 +64,9 @@ class Backend(Protocol):
     def finish(self) -> SubStepReport:
         """The report of the sub-step. Raises PeerRefusedError when a peer joined with its error bit set."""
 
+    def abandon(self, error: BaseException) -> None:
+        """Leave a sub-step that raised `error`. If the error is this rank's own, peers are told at once."""
+
     def close(self) -> None:
         """Release device memory, unlink what this rank created. Safe to call twice."""
 
@@ -71,9 +74,12 @@ class Backend(Protocol):
 Opener = Callable[..., Backend]
 
 
-def open_backend(name: str, bundle: Bundle, *, rank: int, group_name: str, timeout_s: float) -> Backend:
+def open_backend(
+    name: str, bundle: Bundle, *, rank: int, group_name: str, num_slots: int, timeout_s: float
+) -> Backend:
     """Open rank `rank` of the group called `group_name`; returns when all ranks have opened theirs.
 
+    num_slots: protocol slots, one a layer.
     Raises ConfigError for an unknown backend or one whose packages are not installed, HeapError when memory is
     short, PeerTimeoutError naming ranks that did not open within timeout_s.
     """
@@ -86,4 +92,4 @@ def open_backend(name: str, bundle: Bundle, *, rank: int, group_name: str, timeo
             f"backend {name} needs the package {error.name}: install megamoe[{name}] (got: not installed)"
         ) from error
     opener: Opener = module.open_backend
-    return opener(bundle, rank=rank, group_name=group_name, timeout_s=timeout_s)
+    return opener(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)

@@ -1,0 +1,171 @@
+"""The symmetric heap of one rank: its own segment, its peers' segments, and typed views of both.
+
+Opening is collective: every rank creates `<group_name>-heap-<rank>`, maps all others and says so in their `ready`
+lines; it returns when all ranks have said so. Ranks that were started with another deployment are refused with both
+fingerprints. Sizes and offsets come from megamoe.layout only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megamoe.errors import ConfigError, HeapError, PeerTimeoutError, must_be
+from megamoe.layout import NUM_BUFFERS, WIDE_BYTES, HeapLayout
+from megamoe.shm import SharedSegment
+
+_MAGIC = 0x4D4D4F45
+_UNUSED_EPOCH = 0x5EEDFACE
+"""Epoch half of a flag before its first post: a sleeper on it is woken by the group's usual first epoch, 0. (Should a
+group start at this epoch, the posted bit keeps it right and only the first sleep is longer.)"""
+
+WIDE = torch.complex128
+"""16-byte elements: rows are moved as these, several times faster than as bytes or bf16 by indexed copies."""
+assert WIDE.itemsize == WIDE_BYTES
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class BufferView:
+    """One of the two buffers of one rank.
+
+    counts: [num_ranks, counts_words] int32, a row per source. meta: [max_rows_received, meta_words] int32.
+    rows: [max_rows_received, row_bytes / 16] wide: e4m3 codes, E8M0 scales.
+    results: [capacity * num_topk, result_bytes / 16] wide, a row per (token, slot) of this rank's own batch.
+    """
+
+    counts: Int32Array
+    meta: torch.Tensor
+    rows: torch.Tensor
+    results: torch.Tensor
+
+
+class RankView:
+    """The segment of one rank as this process sees it; `u64` is the whole of it as 64-bit integers."""
+
+    def __init__(self, segment: SharedSegment, layout: HeapLayout) -> None:
+        self.segment = segment
+        self.u64 = segment.buf.cast("Q")
+        self.buffers = tuple(self._buffer(layout, idx) for idx in range(NUM_BUFFERS))
+
+    def _buffer(self, layout: HeapLayout, buffer_idx: int) -> BufferView:
+        def view(name: str, rows: int, row_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+            offset = layout.region(f"{name}{buffer_idx}").offset
+            return self.segment.tensor(offset, (rows, row_bytes // dtype.itemsize), dtype)
+
+        received = layout.max_rows_received
+        routed = layout.capacity * layout.bundle.shape.num_topk
+        return BufferView(
+            counts=view("counts", layout.num_ranks, 4 * layout.counts_words, torch.int32).numpy(),
+            meta=view("payload_meta", received, 4 * layout.meta_words, torch.int32),
+            rows=view("payload_rows", received, layout.row_bytes, WIDE),
+            results=view("combine_rows", routed, layout.result_bytes, WIDE),
+        )
+
+
+def segment_name(group_name: str, rank: int) -> str:
+    return f"{group_name}-heap-{rank}"
+
+
+class Heap:
+    """This rank's segment and the mappings of all others. `ranks[rank]` is the own one."""
+
+    def __init__(self, layout: HeapLayout, *, rank: int, group_name: str, timeout_s: float) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.group_name = group_name
+        self._opened: list[SharedSegment] = []
+        self._created: SharedSegment | None = None
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._open(deadline, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, deadline: float, timeout_s: float) -> None:
+        layout, rank = self.layout, self.rank
+        fingerprint = _fingerprint(layout)
+        own = SharedSegment.create(segment_name(self.group_name, rank), layout.num_bytes)
+        self._created = own
+        self._opened.append(own)
+        own.buf[8:40] = fingerprint
+        flags = layout.region("flags")
+        own.tensor(flags.offset, (flags.num_bytes // 8,), torch.int64).fill_(_UNUSED_EPOCH)
+        magic = own.word(layout.region("header").offset)
+        magic.store(_MAGIC)
+        magic.wake_all()
+        views: list[RankView] = []
+        missing: list[int] = []
+        for peer in range(layout.num_ranks):
+            if peer == rank:
+                views.append(RankView(own, layout))
+                continue
+            try:
+                views.append(self._attach(peer, fingerprint, deadline))
+            except HeapError:
+                missing.append(peer)
+        if missing:
+            raise self._absent(missing, timeout_s)
+        self.ranks = tuple(views)
+        ready = layout.region("ready").offset
+        for view in self.ranks:
+            word = view.segment.word(ready + 4 * rank)
+            word.store(_MAGIC)
+            word.wake_all()
+        missing = [
+            peer
+            for peer in range(layout.num_ranks)
+            if not own.word(ready + 4 * peer).wait_while(0, max(deadline - time.monotonic(), 0.0))
+        ]
+        if missing:
+            raise self._absent(missing, timeout_s)
+
+    def _attach(self, peer: int, fingerprint: bytes, deadline: float) -> RankView:
+        name = segment_name(self.group_name, peer)
+        segment = SharedSegment.attach(name, timeout_s=max(deadline - time.monotonic(), 0.0))
+        self._opened.append(segment)
+        if not segment.word(0).wait_while(0, max(deadline - time.monotonic(), 0.0)):
+            raise HeapError(f"shared memory {name} was made but never filled in")
+        theirs = bytes(segment.buf[8:40])
+        if theirs != fingerprint:
+            raise ConfigError(
+                must_be(
+                    f"deployment of rank {peer}",
+                    f"that of rank {self.rank} ({fingerprint.decode()})",
+                    theirs.decode(),
+                )
+            )
+        return RankView(segment, self.layout)
+
+    def _absent(self, missing: list[int], timeout_s: float) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            f"ranks {missing} of group {self.group_name} did not open within {timeout_s} s (rank {self.rank} waited)",
+            missing,
+        )
+
+    @property
+    def own(self) -> RankView:
+        return self.ranks[self.rank]
+
+    def close(self) -> None:
+        """Unlink this rank's segment and drop all mappings. Safe to call twice."""
+        for segment in self._opened:
+            # A view that still lives keeps its mapping; the pages go when the process does.
+            with contextlib.suppress(BufferError):
+                segment.close()
+        self._opened = []
+        self.ranks = ()
+        if self._created is not None:
+            self._created.unlink()
+            self._created = None
+
+
+def _fingerprint(layout: HeapLayout) -> bytes:
+    return f"{layout.bundle.deployment.fingerprint()}{layout.num_slots:016d}".encode()

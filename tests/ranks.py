@@ -1,0 +1,146 @@
+"""Runs a worker function on N ranks, each a real spawned process, and returns every rank's value.
+
+Rank processes are kept for the whole test session, because importing torch costs seconds. A rank that does not answer
+in time is killed, and so is every other rank of that run: the next run starts fresh ones. Whatever a run leaves in
+shared memory under its group name is removed.
+
+    values = run_ranks(8, worker, shape, seed)      # worker(Rank(rank, num_ranks, group_name), shape, seed)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from megamoe import unlink_all
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_group_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who a worker is: its rank, how many there are, and a group name that no other run uses."""
+
+    rank: int
+    num_ranks: int
+    group_name: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did: its value, or the traceback of what it raised, or died=True (killed, or no answer)."""
+
+    value: Any = None
+    error: str = ""
+    died: bool = False
+
+
+class RanksFailedError(AssertionError):
+    """Some rank raised, died or did not answer; the message has every such rank's traceback."""
+
+
+@dataclass
+class _Process:
+    process: BaseProcess
+    pipe: Connection
+
+
+_pool: list[_Process] = []
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            worker, rank, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            outcome = Outcome(value=worker(rank, *args))
+        except BaseException:
+            outcome = Outcome(error=traceback.format_exc())
+        try:
+            pipe.send(outcome)
+        except (BrokenPipeError, OSError):
+            return
+
+
+def _start() -> _Process:
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return _Process(process, ours)
+
+
+def _stop(member: _Process) -> None:
+    member.pipe.close()
+    member.process.kill()
+    member.process.join()
+
+
+def close_pool() -> None:
+    """Stop all rank processes."""
+    while _pool:
+        _stop(_pool.pop())
+
+
+atexit.register(close_pool)
+
+
+def run_outcomes(
+    num_ranks: int, worker: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Outcome]:
+    """Every rank's outcome, in rank order. worker must be importable (a module-level function)."""
+    group_name = f"megamoe-test-{os.getpid()}-{next(_group_numbers)}"
+    while len(_pool) < num_ranks:
+        _pool.append(_start())
+    members = _pool[:num_ranks]
+    outcomes: list[Outcome] = [Outcome(died=True)] * num_ranks
+    waiting = {}
+    for rank, member in enumerate(members):
+        member.pipe.send((worker, Rank(rank, num_ranks, group_name), args))
+        waiting[member.pipe] = rank
+    deadline = time.monotonic() + timeout_s
+    failed = False
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for ready in wait(list(waiting), timeout=left_s):
+            rank = waiting.pop(ready)  # type: ignore[arg-type]
+            try:
+                outcomes[rank] = ready.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                failed = True
+    if waiting or failed:
+        # Ranks that hang or died take the others' processes with them: their state is unknown.
+        for member in members:
+            _stop(member)
+        del _pool[:num_ranks]
+    with contextlib.suppress(FileNotFoundError):
+        unlink_all(group_name)
+    return outcomes
+
+
+def run_ranks(num_ranks: int, worker: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Every rank's value, in rank order. Raises RanksFailedError with the tracebacks if any rank failed."""
+    outcomes = run_outcomes(num_ranks, worker, *args, timeout_s=timeout_s)
+    bad = [
+        f"rank {rank}: {outcome.error or f'died, or gave no answer in {timeout_s} s'}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error or outcome.died
+    ]
+    if bad:
+        raise RanksFailedError("\n".join(bad))
+    return [outcome.value for outcome in outcomes]
