@@ -74,6 +74,10 @@ class Runtime:
         checked = check_binding(weights, self.bundle.shape, slot_idx=slot_idx, num_slots=self.num_slots)
         self.backend.bind(slot_idx, checked)
 
+    def bind_identity(self, slot_idx: int) -> None:
+        """Bind identity experts, which give a row back as it came: transport without the GEMMs, for tests."""
+        self.backend.bind_identity(slot_idx)
+
     @property
     def policy(self) -> PathPolicy:
         """The newest staged policy."""

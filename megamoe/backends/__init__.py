@@ -52,6 +52,9 @@ class Backend(Protocol):
     def bind(self, slot_idx: int, weights: LayerWeights) -> None:
         """Bind checked weights to a protocol slot; either everything changes or nothing."""
 
+    def bind_identity(self, slot_idx: int) -> None:
+        """Bind experts that give a row back as it came: both GEMMs are bypassed, transport and combine are not."""
+
     def stages(self, path: Path) -> tuple[str, ...]:
         """Names of the launches that make up a sub-step on `path`, in order (small_m: exactly one)."""
 
