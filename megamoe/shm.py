@@ -109,6 +109,11 @@ class SharedSegment:
             )
         return self.bytes_u8[offset : offset + num_bytes].view(dtype).view(shape)
 
+    @property
+    def path(self) -> Path:
+        """The file behind the name: what processes of one group lock (flock) to take turns."""
+        return _path_of(self.name)
+
     def word(self, offset: int) -> Word:
         """The 32-bit word at a 4-byte aligned offset."""
         return Word(self, offset)

@@ -15,15 +15,24 @@ from megamoe import PathPolicy, Phase, PlanId, StepPlan, SubStep, SubStepReport
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseRequest:
-    """Take, keep or give back the lease of the caller group called `holder` on this rank."""
+    """Take, keep or give back the lease of the caller group called `holder`. One rank's release counts for all.
+
+    lease_serial: with a release, the lease that is meant; a late release then never ends a newer lease of the same
+    holder. None = whichever the holder has.
+    """
 
     holder: str
     release: bool = False
+    lease_serial: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntentRequest:
-    """Open a plan: this rank's part of a step. num_rows_per_rank may carry the whole counts vector."""
+    """Open a plan: this rank's part of a step. num_rows_per_rank may carry the whole counts vector.
+
+    timeout_s: how long this plan and each of its layer calls may wait for other ranks; None, or anything above the
+    step timeout, means the step timeout.
+    """
 
     lease_serial: int
     plan_id: PlanId
@@ -38,6 +47,8 @@ class IntentRequest:
 class LayerRequest:
     """One layer of an open plan. Rows travel as views; a refused call carries `refusal` and no rows.
 
+    The tensors are those of a validated MoeBatch (dtypes and shapes there); all None = no rows. hidden_states may be
+    an unaligned view: it is only copied from.
     refusal: (code, message) when the servicer already found the call wrong (bad id, wrong length): the rank joins
     the layer with zero rows and the error bit, so that every rank answers the same error.
     """

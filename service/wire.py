@@ -160,19 +160,19 @@ class PayloadWriter:
 
     def __init__(self) -> None:
         self.parts: list[Buffer] = []
-        self._offset = 0
+        self.num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> pb.Tensor:
         """Append a contiguous host tensor (not copied here) and return its descriptor."""
-        padding = -self._offset % 8
+        padding = -self.num_bytes % 8
         if padding:
             self.parts.append(bytes(padding))
-            self._offset += padding
-        offset = self._offset
+            self.num_bytes += padding
+        offset = self.num_bytes
         if tensor.numel():
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self.parts.append(flat.numpy().data)
-            self._offset += flat.numel()
+            self.num_bytes += flat.numel()
         dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         return pb.Tensor(name=name, dtype=dtype, shape=list(tensor.shape), offset=offset)
 

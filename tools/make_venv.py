@@ -9,7 +9,8 @@ The ways, in order, until one works:
  2. pip with `torch==<pin>+cpu`: the local version `+cpu` can only ever be the small build. Works wherever pip's own
     configuration knows a place that has it.
  3. uv (from PyPI) with `--torch-backend cpu`: uv itself knows where the CPU builds are.
- 4. pip with `torch==<pin>`: where the platform's only build is a CPU build (macOS, Linux on Arm) this is the small one.
+ 4. pip with `torch==<pin>`: a CPU build where the platform has no other (macOS, Linux on Arm), else the CUDA build,
+    which runs the CPU default just as well.
 """
 
 from __future__ import annotations
@@ -59,17 +60,12 @@ def install_torch(python: Path) -> str:
         return "pip, +cpu build"
     cuda_is_default = platform.system() == "Linux" and platform.machine() in ("x86_64", "AMD64")
     if cuda_is_default:
-        if run(*pip, "uv") and run(
-            python, "-m", "uv", "pip", "install", "--quiet", "--python", python,
-            "--torch-backend", "cpu", "-c", CONSTRAINTS, f"torch=={version}",
-        ):  # fmt: skip
+        uv = [python, "-m", "uv", "pip", "install", "--quiet", "--python", python, "--torch-backend", "cpu"]
+        if run(*pip, "uv") and run(*uv, "-c", CONSTRAINTS, f"torch=={version}", quiet=True):
             return "uv, CPU backend"
-        raise SystemExit(
-            "no CPU build of torch could be installed. Set TORCH_REQUIREMENT to a wheel of "
-            f"torch {version} (CPU), or to torch=={version} to accept the CUDA build (several gigabytes)"
-        )
+        print("no CPU build of torch is in reach; taking PyPI's CUDA build, several gigabytes", flush=True)
     if run(*pip, "-c", CONSTRAINTS, f"torch=={version}"):
-        return "pip, the platform's only build"
+        return "pip, the platform's own build"
     raise SystemExit(f"torch=={version} could not be installed")
 
 

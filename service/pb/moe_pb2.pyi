@@ -250,19 +250,23 @@ class Lease(_message.Message):
 
     HOLDER_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    LEASE_SERIAL_FIELD_NUMBER: _builtins.int
     holder: _builtins.str
     """Name of the caller group, the same on all its ranks."""
     release: _builtins.bool
     """Give it back; the reply is Closed."""
+    lease_serial: _builtins.int
+    """With release: the lease that is meant, so that a late release never ends a newer one; 0 = whichever the holder has."""
     def __init__(
         self,
         *,
         holder: _builtins.str = ...,
         release: _builtins.bool = ...,
+        lease_serial: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "lease_serial", b"lease_serial", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,3 +104,8 @@ def as_recording_rules(queries: list[Query], folder: Path) -> Path:
 @pytest.mark.parametrize("query", [*alert_queries(), *dashboard_queries()], ids=lambda query: query.where)
 def test_every_query_selects_something_of_ours(query: Query) -> None:
     assert query.selectors
+
+
+def test_the_runbook_has_a_line_for_every_alert() -> None:
+    text = (DEPLOY / "README.md").read_text()
+    assert [rule["alert"] for rule in alert_rules() if rule["alert"] not in text] == []

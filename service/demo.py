@@ -1,0 +1,99 @@
+"""`megamoe demo`: the main job on this machine, through public doors only.
+
+Starts `megamoe serve` (Ray, 8 ranks, CPU, demo profile) as a process of its own, waits until it is ready, runs
+`loadgen --scenario agentx` against it as another, and stops everything. Nothing here imports what it starts. Refuses
+to go on, with the service's own last words, when the service does not become ready or dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from megamoe.errors import UnavailableError
+
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 40.0
+
+
+def run_demo(*, out: Path, launcher: str, duration_s: float | None) -> int:
+    """Run the demo; returns the load generator's exit status. The report is left under `out`.
+
+    Raises UnavailableError when the service does not become ready within READY_TIMEOUT_S.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    port, http_port = _free_ports(2)
+    log = out / "service.log"
+    serve = [
+        sys.executable, "-m", "service.cli", "serve", "--profile", "demo", "--launcher", launcher,
+        "--port", str(port), "--http-port", str(http_port),
+    ]  # fmt: skip
+    load = [
+        sys.executable, "-m", "loadgen.cli", "--scenario", "agentx", "--profile", "demo",
+        "--target", f"127.0.0.1:{port}", "--out", str(out),
+    ]  # fmt: skip
+    if duration_s is not None:
+        load += ["--duration", str(duration_s)]
+    with _service(serve, log) as process:
+        started = time.monotonic()
+        print(f"starting the service: 8 ranks on the CPU, {launcher} launcher (log: {log})", flush=True)
+        _wait_ready(process, f"http://127.0.0.1:{http_port}/readyz", log)
+        print(f"ready after {time.monotonic() - started:.0f} s on 127.0.0.1:{port}", flush=True)
+        status = subprocess.run(load, check=False).returncode
+    print(f"stopped; report: {out / 'report.json'}", flush=True)
+    return status
+
+
+@contextlib.contextmanager
+def _service(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The service as a process group of its own, so that Ctrl-C reaches it through us and in order."""
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                print(
+                    f"the service did not stop within {STOP_TIMEOUT_S:.0f} s and is killed", file=sys.stderr
+                )
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise UnavailableError(f"the service ended with status {process.returncode}:\n{_last_words(log)}")
+        with (
+            contextlib.suppress(OSError, urllib.error.URLError),
+            urllib.request.urlopen(url, timeout=2) as answer,
+        ):
+            if answer.status == 200:
+                return
+        time.sleep(0.25)
+    raise UnavailableError(f"the service was not ready within {READY_TIMEOUT_S:.0f} s:\n{_last_words(log)}")
+
+
+def _last_words(log: Path, num_lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
