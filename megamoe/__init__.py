@@ -15,6 +15,7 @@ from megamoe.bundle import (
 )
 from megamoe.layout import HeapLayout, Region, plan_layout
 from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
+from megamoe.routing import DISTRIBUTIONS, route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
 from megamoe.shm import SharedSegment, Word, fence, shm_free_bytes, unlink_all
@@ -22,6 +23,7 @@ from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
 from megamoe.weights import LayerWeights, random_layer_weights, shard
 
 __all__ = [
+    "DISTRIBUTIONS",
     "MX_BLOCK",
     "PRESETS",
     "Bundle",
@@ -56,6 +58,7 @@ __all__ = [
     "preset",
     "prev_power_of_2",
     "random_layer_weights",
+    "route_rank",
     "shard",
     "shm_free_bytes",
     "unlink_all",

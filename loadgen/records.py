@@ -1,0 +1,174 @@
+"""What a run leaves behind, as plain values: one record per request, one per step, and counts.
+
+Times are clock seconds. A record is written once, when its request or step is over; figures are made of records in
+`report`, never on the way.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from loadgen.moe_tier import SubStepSeen
+
+
+class RunPhase(StrEnum):
+    """Primers and warm-up requests are kept out of the figures."""
+
+    WARMUP = "warmup"
+    PROFILE = "profile"
+
+
+class Status(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    CONTEXT_OVERFLOW = "context_overflow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request. emissions: clock time of every step that emitted tokens, ascending; start_s: when it was sent.
+
+    theoretical_hit_blocks: leading blocks that an unlimited cache would hold, of num_blocks.
+    num_verify_steps and num_accepted: decode steps it was in, and the tokens they accepted before any was cut off.
+    """
+
+    uid: str
+    trace_id: str
+    session_uid: str
+    lane_idx: int
+    stream_idx: int
+    turn_idx: int
+    phase: RunPhase
+    is_primer: bool
+    status: Status
+    rank: int
+    num_input: int
+    num_output: int
+    num_emitted: int
+    num_cached: int
+    num_blocks: int
+    theoretical_hit_blocks: int
+    num_verify_steps: int
+    num_accepted: int
+    start_s: float
+    end_s: float
+    emissions: tuple[float, ...] = ()
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token. Only for requests that emitted."""
+        return self.emissions[0] - self.start_s
+
+    @property
+    def e2el_s(self) -> float:
+        """Time to the last token. Only for requests that emitted."""
+        return self.emissions[-1] - self.start_s
+
+
+class PathTimes:
+    """Latencies of one path's sub-steps in seconds, kept in flat arrays: an hour of layer calls is millions of them.
+
+    client: round trip of the layer call as the caller saw it; a call that was cut into pieces is shared out by their
+    service times. service: the slowest rank's own time in the replies. by_rank: each replying rank's own time.
+    """
+
+    def __init__(self) -> None:
+        self.client = array("d")
+        self.service = array("d")
+        self.by_rank: dict[int, array[float]] = {}
+        self.stages: dict[str, array[float]] = {}
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.client)
+
+    def add(self, client_s: float, piece: SubStepSeen) -> None:
+        self.client.append(client_s)
+        self.service.append(piece.total_us * 1e-6)
+        for rank, total_us in piece.total_us_per_rank.items():
+            self.by_rank.setdefault(rank, array("d")).append(total_us * 1e-6)
+        for stage, took_us in piece.stages_us.items():
+            self.stages.setdefault(stage, array("d")).append(took_us * 1e-6)
+
+    def extend(self, other: PathTimes) -> None:
+        self.client.extend(other.client)
+        self.service.extend(other.service)
+        for rank, times in other.by_rank.items():
+            self.by_rank.setdefault(rank, array("d")).extend(times)
+        for stage, times in other.stages.items():
+            self.stages.setdefault(stage, array("d")).extend(times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One executed step, from agreement to its last layer.
+
+    agree_s + moe_s (all layer calls) + attention_s (waited) + overhead_s (the generator's own) = end_s - start_s.
+    paths: those of the sub-steps of one layer, in order; empty when nothing was executed.
+    """
+
+    step_idx: int
+    run_phase: RunPhase
+    phase: str
+    start_s: float
+    end_s: float
+    attention_s: float
+    agree_s: float
+    num_rows_per_rank: tuple[int, ...]
+    num_requests: int
+    num_tokens: int
+    num_completed: int
+    moe_s: float
+    paths: tuple[str, ...]
+
+    @property
+    def max_rows(self) -> int:
+        return max(self.num_rows_per_rank)
+
+    @property
+    def overhead_s(self) -> float:
+        """The generator's own time: scheduling, slicing rows, keeping records."""
+        return self.end_s - self.start_s - self.agree_s - self.moe_s - self.attention_s
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """Everything that a run leaves. profile_start_s and profile_end_s bound the profile; 0 when it never began."""
+
+    requests: list[RequestRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    times: dict[tuple[RunPhase, str], PathTimes] = field(default_factory=dict)
+    num_failed_steps: int = 0
+    num_retried_steps: int = 0
+    num_calls: int = 0
+    num_calls_failed: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    run_start_s: float = 0.0
+    profile_start_s: float = 0.0
+    profile_end_s: float = 0.0
+    num_sessions: int = 0
+    num_idle_skips: int = 0
+    idle_skipped_s: float = 0.0
+    cancelled: bool = False
+    aborted: str = ""
+
+    def add_call(self, phase: RunPhase, round_trip_s: float, pieces: tuple[SubStepSeen, ...]) -> None:
+        """Note one successful layer call."""
+        self.num_calls += 1
+        total_us = sum(piece.total_us for piece in pieces)
+        for piece in pieces:
+            share = piece.total_us / total_us if total_us > 0 else 1 / len(pieces)
+            self.times.setdefault((phase, piece.path), PathTimes()).add(round_trip_s * share, piece)
+
+    def path_times(self, path: str, *phases: RunPhase) -> PathTimes:
+        """The times of a path over the given phases (default: the whole run)."""
+        merged = PathTimes()
+        for phase in phases or tuple(RunPhase):
+            merged.extend(self.times.get((phase, path), PathTimes()))
+        return merged

@@ -1,0 +1,352 @@
+"""The closed-loop driver: sessions in, MoE steps out, on an injected clock.
+
+One step of the attention tier at a time: the modelled attention time passes on the clock (times time_scale), every
+MoE layer is a real call to the service, and the tokens of the step exist when its last layer has answered. Warm-up
+(primers, then warmup_requests a lane without delays) comes first and is marked in the records.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from loadgen.attention_tier import AttentionTier, TierConfig, TierRequest, TierStep, Work
+from loadgen.attention_time import AttentionTime
+from loadgen.clock import Clock
+from loadgen.lanes import Lane, Lanes
+from loadgen.moe_tier import MoeTier, TierInfo
+from loadgen.prefix_cache import PrefixCache
+from loadgen.records import RequestRecord, RunPhase, RunRecord, Status, StepRecord
+from loadgen.rows import RowSource
+from loadgen.scenario import ScenarioConfig
+from loadgen.session import Turn
+from loadgen.trace import TraceSource
+from megamoe.errors import ConfigError, InvalidArgumentError, MegaMoeError, must_be
+
+log = logging.getLogger("loadgen")
+
+PHASE_OF_WORK = {Work.EXTEND: "prefill", Work.VERIFY: "decode", Work.IDLE: "idle"}
+CANCEL_POLL_S = 0.2
+"""How long an idle driver sleeps at most before it looks at its cancel flag."""
+MIN_SLEEP_S = 1e-3
+"""Attention time is owed until it is worth a sleep: timers are not finer than this."""
+
+
+def fit_tier(config: TierConfig, info: TierInfo) -> TierConfig:
+    """The tier's limits lowered to what the service takes in one step. Raises ConfigError if one request is too big."""
+    rows_per_request = config.speculation.rows_per_request
+    if info.max_step_rows < rows_per_request:
+        raise ConfigError(
+            must_be("rows of a decode request (num_drafts + 1)", f"at most {info.max_step_rows}", rows_per_request)
+        )
+    return replace(
+        config,
+        chunk_rows=min(config.chunk_rows, info.max_step_rows),
+        max_running=min(config.max_running, info.max_step_rows // rows_per_request),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request in flight: where it came from, and its place in the tier."""
+
+    lane: Lane
+    turn: Turn
+    session_uid: str
+    trace_id: str
+    request: TierRequest
+    is_primer: bool
+    start_s: float
+    theoretical_hit_blocks: int
+
+
+class Replay:
+    """One run. Call `run` once; `cancel` from anywhere in the same event loop ends it early with what there is."""
+
+    def __init__(
+        self,
+        moe: MoeTier,
+        traces: TraceSource,
+        config: ScenarioConfig,
+        tier_config: TierConfig,
+        clock: Clock,
+        *,
+        attention: AttentionTime | None = None,
+        distribution: str = "uniform",
+    ) -> None:
+        self.config = config
+        self.tier_config = fit_tier(tier_config, moe.info)
+        self.record = RunRecord(run_start_s=clock.now())
+        self.phase = RunPhase.WARMUP
+        self._moe = moe
+        self._traces = traces
+        self._clock = clock
+        self._attention = attention or AttentionTime()
+        self._tier = AttentionTier(moe.info.num_ranks, self.tier_config)
+        rows_per_request = tier_config.speculation.rows_per_request
+        max_rows = max(self.tier_config.chunk_rows, self.tier_config.max_running * rows_per_request)
+        self._rows = RowSource(
+            moe.info.shape, moe.info.num_layers, max_rows, seed=config.seed, distribution=distribution
+        )
+        self._lanes: Lanes | None = None
+        self._active: dict[str, _Active] = {}
+        self._theoretical = PrefixCache()
+        self._stop = False
+        self._sending = True
+        self._idle_since = clock.now()
+        self._next_send_s = 0.0
+        self._owed_s = 0.0
+        self._began_s = 0.0
+        self._step_idx = 0
+        self._num_failed = 0
+
+    # ------------------------------------------------------------ the outside
+
+    def cancel(self) -> None:
+        """End the run after the step in flight; the record says cancelled."""
+        self.record.cancelled = True
+        self._stop = True
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._tier.num_in_flight
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode."""
+        return self._tier.num_running
+
+    @property
+    def num_live_trees(self) -> int:
+        return self._lanes.num_live if self._lanes else 0
+
+    async def run(self) -> RunRecord:
+        """Warm up, profile, drain. Returns the record, also of a run that was cancelled or aborted."""
+        record, clock = self.record, self._clock
+        lanes = self._lanes = Lanes(self._traces, self.config, clock.now())
+        await self._warm_up(lanes)
+        if not self._stop:
+            self.phase = RunPhase.PROFILE
+            record.profile_start_s = clock.now()
+            lanes.begin_profile(clock.now())
+            self._idle_since = clock.now()
+            deadline = record.profile_start_s + self.config.duration_wall_s
+            await self._pump(lanes, lambda: clock.now() >= deadline, deadline)
+            self._sending = False
+            grace_end = clock.now() + self.config.grace_wall_s
+            await self._pump(lanes, lambda: clock.now() >= grace_end or not self._active, grace_end)
+            record.profile_end_s = clock.now()
+        self._sending = False
+        for request in self._tier.remove(lambda request: True):
+            self._finish(lanes, request, Status.CANCELLED)
+        record.num_sessions = lanes.num_sessions
+        record.num_idle_skips, record.idle_skipped_s = lanes.num_idle_skips, lanes.idle_skipped_s
+        return record
+
+    # ------------------------------------------------------------ phases
+
+    async def _warm_up(self, lanes: Lanes) -> None:
+        self._sending = False
+        for lane in lanes.lanes:
+            for turn in lane.session.primers():
+                self._send(lanes, lane, turn, is_primer=True)
+        await self._pump(lanes, lambda: not self._active, float("inf"))
+        self._sending = True
+        await self._pump(
+            lanes, lambda: not self._active and lanes.due_at() == float("inf"), float("inf")
+        )
+
+    async def _pump(self, lanes: Lanes, done: Callable[[], bool], wake_s: float) -> None:
+        """Send what is due and run steps until done() or the run stops. wake_s: when done() may become true."""
+        clock = self._clock
+        while not self._stop:
+            self._began_s = clock.now()
+            self._send_due(lanes)
+            if done():
+                return
+            step = self._tier.next_step()
+            if step is not None:
+                await self._run_step(lanes, step)
+                continue
+            if self._active:
+                raise AssertionError("requests in flight and nothing to do: this is a bug")
+            if self._sending:
+                lanes.cap_idle(self._idle_since)
+            next_s = max(lanes.due_at(), self._next_send_s) if self._sending else float("inf")
+            target = min(next_s, wake_s)
+            if target == float("inf"):
+                return
+            if target > clock.now():
+                await clock.sleep_until(min(target, clock.now() + CANCEL_POLL_S))
+
+    def _send_due(self, lanes: Lanes) -> None:
+        now = self._clock.now()
+        while self._sending and now >= self._next_send_s:
+            taken = lanes.take_due(now)
+            if taken is None:
+                return
+            if self.config.request_rate:
+                self._next_send_s = max(self._next_send_s, now) + 1.0 / self.config.request_rate
+            self._send(lanes, *taken)
+
+    # ------------------------------------------------------------ requests
+
+    def _send(self, lanes: Lanes, lane: Lane, turn: Turn, *, is_primer: bool = False) -> None:
+        session, trace = lane.session, lane.session.trace
+        request = TierRequest(
+            uid=f"{session.uid}/{turn.stream_idx}/{turn.turn_idx}" + ("/primer" if is_primer else ""),
+            # The marker of the scenario: what an earlier pass over the same trace has cached is never found again.
+            cache_uid=session.uid if self.config.cache_bust else trace.id,
+            agent_uid=f"{session.uid}/{turn.stream_idx}",
+            hash_ids=turn.request.hash_ids,
+            block_size=trace.block_size,
+            num_input=turn.request.num_input,
+            num_output=1 if is_primer else turn.request.num_output,
+        )
+        hit = self._theoretical.match(request.cache_uid, request.hash_ids)
+        self._theoretical.insert(request.cache_uid, request.hash_ids)
+        active = _Active(lane, turn, session.uid, trace.id, request, is_primer, self._clock.now(), hit)
+        self._active[request.uid] = active
+        try:
+            self._tier.submit(request)
+        except InvalidArgumentError as error:
+            self._finish(lanes, request, Status.CONTEXT_OVERFLOW, str(error))
+
+    def _finish(self, lanes: Lanes, request: TierRequest, status: Status, error: str = "") -> None:
+        """A request has left the tier: write its record and tell its lane."""
+        now = self._clock.now()
+        active = self._active.pop(request.uid)
+        streamed = self.config.streaming
+        self.record.requests.append(
+            RequestRecord(
+                uid=request.uid,
+                trace_id=active.trace_id,
+                session_uid=active.session_uid,
+                lane_idx=active.lane.lane_idx,
+                stream_idx=active.turn.stream_idx,
+                turn_idx=active.turn.turn_idx,
+                phase=self.phase,
+                is_primer=active.is_primer,
+                status=status,
+                rank=request.rank,
+                num_input=request.num_input,
+                num_output=request.num_output,
+                num_emitted=request.num_emitted,
+                num_cached=max(request.num_cached, 0),
+                num_blocks=len(request.hash_ids),
+                theoretical_hit_blocks=active.theoretical_hit_blocks,
+                num_verify_steps=request.num_verify_steps,
+                num_accepted=request.num_accepted,
+                start_s=active.start_s,
+                end_s=now,
+                emissions=tuple(request.emissions if streamed else request.emissions[-1:]),
+                error=error,
+            )
+        )
+        if not self._active:
+            self._idle_since = now
+        if active.is_primer:
+            return
+        drained = lanes.complete(active.lane, active.turn.stream_idx, now, refill=self._sending)
+        if drained and self.config.cache_bust:
+            self._tier.drop_cache(drained)
+            self._theoretical.drop(drained)
+
+    # ------------------------------------------------------------ steps
+
+    async def _run_step(self, lanes: Lanes, step: TierStep) -> None:
+        record, clock = self.record, self._clock
+        for attempt in range(1 + self.config.step_retries):
+            try:
+                executed = await self._execute(step)
+                break
+            except MegaMoeError as error:
+                sentence = f"{error.code}: {error}"
+                record.errors[sentence] = record.errors.get(sentence, 0) + 1
+                log.warning("step %d failed (try %d): %s", self._step_idx, attempt + 1, sentence)
+                if attempt == self.config.step_retries or self._stop:
+                    self._fail(lanes, step, sentence)
+                    return
+                record.num_retried_steps += 1
+        now = clock.now()
+        complete, num_tokens = self._tier.finish_step(step, now)
+        record.steps.append(
+            replace(executed, end_s=now, num_tokens=num_tokens, num_completed=len(complete))
+        )
+        self._step_idx += 1
+        for request in complete:
+            self._finish(lanes, request, Status.COMPLETED)
+
+    async def _execute(self, step: TierStep) -> StepRecord:
+        """Attention and all MoE layers of one step. Raises MegaMoeError when the service refuses or fails."""
+        clock, record = self._clock, self.record
+        rows = step.num_rows_per_rank
+        num_layers = self._moe.info.num_layers
+        attention_s = self._tier.attention_s(step, self._attention, self.config.token_scale)
+        per_layer_s = attention_s * self.config.time_scale / num_layers
+        asked_s = clock.now()
+        waited_s = moe_s = 0.0
+        paths: tuple[str, ...] = ()
+        phases = [PHASE_OF_WORK[rank.work] for rank in step.ranks]
+        async with self._moe.step(num_rows_per_rank=rows, phase=phases) as moe_step:
+            agree_s = clock.now() - asked_s
+            for layer_idx in range(num_layers):
+                waited_s += await self._attend(per_layer_s)
+                batches = self._rows.batches(self._step_idx, layer_idx, rows)
+                called_s = clock.now()
+                try:
+                    outcome = await moe_step.layer(layer_idx, batches)
+                    if outcome.num_rows_per_rank != rows:
+                        raise InvalidArgumentError(
+                            must_be("rows of a reply, by rank", list(rows), list(outcome.num_rows_per_rank))
+                        )
+                except MegaMoeError:
+                    record.num_calls_failed += 1
+                    raise
+                took_s = clock.now() - called_s
+                moe_s += took_s
+                record.add_call(self.phase, took_s, outcome.sub_steps)
+                paths = tuple(piece.path for piece in outcome.sub_steps)
+        return StepRecord(
+            step_idx=self._step_idx,
+            run_phase=self.phase,
+            phase=step.phase,
+            start_s=self._began_s,
+            end_s=clock.now(),
+            attention_s=waited_s,
+            agree_s=agree_s,
+            moe_s=moe_s,
+            num_rows_per_rank=rows,
+            num_requests=len(step.requests()),
+            num_tokens=0,
+            num_completed=0,
+            paths=paths,
+        )
+
+    async def _attend(self, seconds: float) -> float:
+        """Let attention time pass; returns what did. Small amounts are owed until they are worth a sleep."""
+        self._owed_s += seconds
+        if self._owed_s < MIN_SLEEP_S:
+            return 0.0
+        before = self._clock.now()
+        await self._clock.sleep_until(before + self._owed_s)
+        waited = self._clock.now() - before
+        self._owed_s -= waited
+        return waited
+
+    def _fail(self, lanes: Lanes, step: TierStep, sentence: str) -> None:
+        """Every request of a step that failed for good has failed; too many of them end the run."""
+        record = self.record
+        record.num_failed_steps += 1
+        self._step_idx += 1
+        for request in self._tier.fail_step(step):
+            self._num_failed += 1
+            self._finish(lanes, request, Status.FAILED, sentence)
+        finished = len(record.requests)
+        if (
+            finished >= self.config.min_requests_to_abort
+            and self._num_failed > self.config.max_failed_share * finished
+        ):
+            record.aborted = f"{self._num_failed} of {finished} requests failed; the last error: {sentence}"
+            self._stop = True

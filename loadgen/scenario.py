@@ -1,0 +1,106 @@
+"""What a person chooses about a run, what the AgentX scenario locks, and whether a run could be submitted.
+
+Locked means: a run that changes it is refused, or with unsafe_override goes on and is marked as not valid, with the
+reason. Scaling time or tokens for short runs on small machines is allowed and marked the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megamoe.errors import ConfigError, must_be
+
+SCENARIO = "agentx"
+MIN_DURATION_S = 900.0
+"""Shortest profile that the public harness accepts for this workload; shorter runs are marked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenarioConfig:
+    """The AgentX scenario. Times are seconds of the recorded world unless a name says wall.
+
+    concurrency: lanes = live session trees. duration_wall_s: length of the profile. warmup_requests: requests a lane
+    after its primers, without delays. time_scale: wall seconds per recorded second, for delays and modelled attention
+    time. token_scale: factor on prompt and output lengths. max_failed_share: above it the run is aborted.
+    max_overflow_share: above it a submission is invalid. grace_wall_s: how long requests in flight at the end may
+    take to finish. step_retries: how often a failed MoE step is tried again before its requests fail.
+    Raises ConfigError naming the field; for locked fields the sentence says how to go on.
+    """
+
+    concurrency: int = 128
+    duration_wall_s: float = 3600.0
+    seed: int = 42
+    num_traces: int = 393
+    warmup_requests: int = 10
+    start_min: float = 0.25
+    start_max: float = 0.75
+    tree_idle_cap_s: float = 300.0
+    system_idle_cap_s: float = 10.0
+    time_scale: float = 1.0
+    token_scale: float = 1.0
+    slice_s: float = 1.0
+    max_failed_share: float = 0.10
+    min_requests_to_abort: int = 20
+    max_overflow_share: float = 0.01
+    grace_wall_s: float = 30.0
+    step_retries: int = 1
+    streaming: bool = True
+    cache_bust: bool = True
+    ignore_delays: bool = False
+    request_rate: float = 0.0
+    unsafe_override: bool = False
+
+    def __post_init__(self) -> None:
+        positive = ("duration_wall_s", "time_scale", "token_scale", "slice_s")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ConfigError(must_be(name, "above 0", getattr(self, name)))
+        for name in ("concurrency", "num_traces"):
+            if getattr(self, name) < 1:
+                raise ConfigError(must_be(name, "at least 1", getattr(self, name)))
+        for name in ("warmup_requests", "grace_wall_s", "step_retries", "request_rate"):
+            if getattr(self, name) < 0:
+                raise ConfigError(must_be(name, "at least 0", getattr(self, name)))
+        if self.token_scale > 1 or self.time_scale > 1:
+            raise ConfigError(
+                must_be("time_scale and token_scale", "at most 1", (self.time_scale, self.token_scale))
+            )
+        if not 0 <= self.start_min <= self.start_max <= 1:
+            raise ConfigError(must_be("start_min <= start_max", "in [0, 1]", (self.start_min, self.start_max)))
+        if self.broken_locks and not self.unsafe_override:
+            raise ConfigError(
+                f"scenario {SCENARIO} {'; '.join(self.broken_locks)}; --unsafe-override goes on with "
+                "submission_valid=false"
+            )
+
+    @property
+    def broken_locks(self) -> tuple[str, ...]:
+        """What this run changes of what the scenario locks, one clause each."""
+        broken = []
+        if not self.streaming:
+            broken.append("locks streaming on, got off")
+        if not self.cache_bust:
+            broken.append("locks the cache-bust marker of a new lane on, got off")
+        if self.ignore_delays:
+            broken.append("forbids ignoring the recorded delays")
+        if self.request_rate:
+            broken.append(f"forbids a fixed request rate, got {self.request_rate:g} a second")
+        return tuple(broken)
+
+    @property
+    def invalid_reasons(self) -> tuple[str, ...]:
+        """Why a run with this configuration cannot be submitted, before it has begun."""
+        reasons = [f"the scenario {clause}" for clause in self.broken_locks]
+        if self.unsafe_override:
+            reasons.append("unsafe_override is set")
+        if self.time_scale != 1.0:
+            reasons.append(f"time_scale is {self.time_scale:g}, not 1")
+        if self.token_scale != 1.0:
+            reasons.append(f"token_scale is {self.token_scale:g}, not 1")
+        if self.duration_wall_s < MIN_DURATION_S:
+            reasons.append(f"duration is {self.duration_wall_s:g} s, below {MIN_DURATION_S:g} s")
+        return tuple(reasons)
+
+    def with_changes(self, **changes: object) -> ScenarioConfig:
+        """A copy with the given fields changed; None means: as it was."""
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
