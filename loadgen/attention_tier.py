@@ -191,7 +191,8 @@ class AttentionTier:
         if prefill:
             return TierStep(
                 tuple(
-                    self._extend(rank) if self._can_extend(rank) else self._verify(rank) for rank in self._ranks
+                    self._extend(rank) if self._can_extend(rank) else self._verify(rank)
+                    for rank in self._ranks
                 )
             )
         return TierStep(tuple(self._verify(rank) for rank in self._ranks))

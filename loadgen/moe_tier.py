@@ -22,6 +22,7 @@ class TierInfo:
     shape: MoeShape
     model_name: str
     profile: str
+    backend: str
     generation: int
     max_tokens_per_rank: int
     max_step_rows: int

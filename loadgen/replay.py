@@ -38,7 +38,9 @@ def fit_tier(config: TierConfig, info: TierInfo) -> TierConfig:
     rows_per_request = config.speculation.rows_per_request
     if info.max_step_rows < rows_per_request:
         raise ConfigError(
-            must_be("rows of a decode request (num_drafts + 1)", f"at most {info.max_step_rows}", rows_per_request)
+            must_be(
+                "rows of a decode request (num_drafts + 1)", f"at most {info.max_step_rows}", rows_per_request
+            )
         )
     return replace(
         config,
@@ -108,6 +110,10 @@ class Replay:
         self.record.cancelled = True
         self._stop = True
 
+    def now(self) -> float:
+        """The clock's time."""
+        return self._clock.now()
+
     @property
     def num_in_flight(self) -> int:
         return self._tier.num_in_flight
@@ -153,9 +159,7 @@ class Replay:
                 self._send(lanes, lane, turn, is_primer=True)
         await self._pump(lanes, lambda: not self._active, float("inf"))
         self._sending = True
-        await self._pump(
-            lanes, lambda: not self._active and lanes.due_at() == float("inf"), float("inf")
-        )
+        await self._pump(lanes, lambda: not self._active and lanes.due_at() == float("inf"), float("inf"))
 
     async def _pump(self, lanes: Lanes, done: Callable[[], bool], wake_s: float) -> None:
         """Send what is due and run steps until done() or the run stops. wake_s: when done() may become true."""
@@ -271,9 +275,7 @@ class Replay:
                 record.num_retried_steps += 1
         now = clock.now()
         complete, num_tokens = self._tier.finish_step(step, now)
-        record.steps.append(
-            replace(executed, end_s=now, num_tokens=num_tokens, num_completed=len(complete))
-        )
+        record.steps.append(replace(executed, end_s=now, num_tokens=num_tokens, num_completed=len(complete)))
         self._step_idx += 1
         for request in complete:
             self._finish(lanes, request, Status.COMPLETED)

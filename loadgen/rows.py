@@ -26,7 +26,13 @@ class RowSource:
     """
 
     def __init__(
-        self, shape: MoeShape, num_layers: int, max_rows: int, *, seed: int = 42, distribution: str = "uniform"
+        self,
+        shape: MoeShape,
+        num_layers: int,
+        max_rows: int,
+        *,
+        seed: int = 42,
+        distribution: str = "uniform",
     ) -> None:
         if max_rows < 1:
             raise ConfigError(must_be("max_rows", "at least 1", max_rows))
@@ -45,7 +51,9 @@ class RowSource:
             else:
                 self._ids.append(base_ids[torch.randperm(self._num_rows, generator=generator)].contiguous())
 
-    def batches(self, step_idx: int, layer_idx: int, num_rows_per_rank: tuple[int, ...]) -> list[RankRows | None]:
+    def batches(
+        self, step_idx: int, layer_idx: int, num_rows_per_rank: tuple[int, ...]
+    ) -> list[RankRows | None]:
         """What every rank sends for a layer of a step; None for a rank without rows. Views, not copies."""
         return [
             self._slice(step_idx, layer_idx, rank, num_rows) if num_rows else None

@@ -66,7 +66,9 @@ class ScenarioConfig:
                 must_be("time_scale and token_scale", "at most 1", (self.time_scale, self.token_scale))
             )
         if not 0 <= self.start_min <= self.start_max <= 1:
-            raise ConfigError(must_be("start_min <= start_max", "in [0, 1]", (self.start_min, self.start_max)))
+            raise ConfigError(
+                must_be("start_min <= start_max", "in [0, 1]", (self.start_min, self.start_max))
+            )
         if self.broken_locks and not self.unsafe_override:
             raise ConfigError(
                 f"scenario {SCENARIO} {'; '.join(self.broken_locks)}; --unsafe-override goes on with "

@@ -245,8 +245,8 @@ class _Session:
                 lineages[-1].append(_num_blocks(tokens))
         prompts: list[HashIds] = []
         for lengths in lineages:
-            blocks = np.concatenate([prefix, self._new_blocks(lengths[-1] - len(prefix))])
-            prompts.extend(blocks[:length] for length in lengths)
+            longest = np.concatenate([prefix, self._new_blocks(lengths[-1] - len(prefix))])
+            prompts.extend(longest[:length] for length in lengths)
         return prompts
 
     def _new_blocks(self, count: int) -> HashIds:

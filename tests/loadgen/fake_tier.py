@@ -22,6 +22,7 @@ def demo_info(num_ranks: int = 8, num_layers: int = 4, shape: MoeShape | None = 
         shape=MoeShape(**fields),
         model_name="fake",
         profile="demo",
+        backend="fake",
         generation=1,
         max_tokens_per_rank=512,
         max_step_rows=2048,

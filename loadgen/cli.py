@@ -1,0 +1,266 @@
+"""`loadgen --scenario agentx`: one run against a service, live progress, final tables, a report on disk.
+
+Exit status: 0 all requests succeeded; 1 some failed, the run was aborted, or the service counted other steps than
+were made; 2 the run was refused before it began; 130 cancelled with Ctrl-C (the report is written all the same).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from loadgen.clock import RealClock
+from loadgen.display import final_tables, watch
+from loadgen.live import LiveTier
+from loadgen.profiles import RunProfile, run_profile
+from loadgen.replay import Replay
+from loadgen.report import build_report, write_report
+from loadgen.scenario import SCENARIO
+from loadgen.scrape import Counters, scrape, scrape_settled
+from loadgen.speculation import Speculation
+from loadgen.synth import SyntheticTraces
+from megamoe import DISTRIBUTIONS
+from megamoe.errors import ConfigError, MegaMoeError, UnavailableError, must_be
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_CANCELLED = 130
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line, before the service has said which profile it runs. None = as the profile says."""
+
+    target: str
+    out: Path
+    profile: str
+    holder: str
+    wait_ready_s: float
+    routing: str
+    plain: bool
+    scenario: dict[str, Any]
+    tier: dict[str, Any]
+    num_drafts: int | None
+
+    def resolve(self, service_profile: str) -> RunProfile:
+        """The settings of the run. Raises ConfigError naming the field."""
+        base = run_profile(self.profile, service_profile)
+        scenario = base.scenario.with_changes(**self.scenario)
+        changes = {name: value for name, value in self.tier.items() if value is not None}
+        if self.num_drafts is not None:
+            changes["speculation"] = Speculation(self.num_drafts)
+        return RunProfile(scenario=scenario, tier=replace(base.tier, seed=scenario.seed, **changes))
+
+
+@app.command(help="Drive a MoE service with simulated agent sessions and report what they saw.")
+def main(
+    scenario: Annotated[str, typer.Option(help=f"what to run: {SCENARIO}")] = SCENARIO,
+    target: Annotated[str, typer.Option(help="host:port of the service's front")] = "127.0.0.1:50051",
+    out: Annotated[Path, typer.Option(help="folder of the report")] = Path("out/agentx"),
+    profile: Annotated[
+        str, typer.Option(help="auto, demo or full; auto = demo for a service with its demo profile")
+    ] = "auto",
+    concurrency: Annotated[str | None, typer.Option(help="lanes = live session trees [full: 128]")] = None,
+    duration: Annotated[float | None, typer.Option(help="wall seconds of the profile [full: 3600]")] = None,
+    seed: Annotated[int | None, typer.Option(help="of traces, starts, rows, acceptance [42]")] = None,
+    traces: Annotated[int | None, typer.Option(help="number of synthetic sessions [393]")] = None,
+    warmup_requests: Annotated[
+        int | None, typer.Option(help="requests a lane before the profile, after the primers [full: 10]")
+    ] = None,
+    time_scale: Annotated[
+        float | None, typer.Option(help="wall seconds per recorded second, at most 1 [full: 1]")
+    ] = None,
+    token_scale: Annotated[float | None, typer.Option(help="factor on lengths, at most 1 [full: 1]")] = None,
+    grace_period: Annotated[
+        float | None, typer.Option(help="wall seconds for requests in flight at the end [full: 30]")
+    ] = None,
+    drafts: Annotated[int | None, typer.Option(help="draft tokens K of a decode step [6]")] = None,
+    chunk_rows: Annotated[int | None, typer.Option(help="prefill rows a rank and step [full: 8192]")] = None,
+    decode_rounds_per_prefill: Annotated[
+        int | None, typer.Option(help="decode steps between two prefill rounds [full: 8]")
+    ] = None,
+    step_retries: Annotated[
+        int | None, typer.Option(help="tries more of a failed step before its requests fail [1]")
+    ] = None,
+    routing: Annotated[str, typer.Option(help=f"expert ids: {', '.join(DISTRIBUTIONS)}")] = "uniform",
+    streaming: Annotated[
+        bool | None, typer.Option("--streaming/--no-streaming", help="locked on by the scenario")
+    ] = None,
+    cache_bust: Annotated[
+        bool | None, typer.Option("--cache-bust/--no-cache-bust", help="locked on by the scenario")
+    ] = None,
+    ignore_delays: Annotated[
+        bool | None, typer.Option("--ignore-delays", help="send turns at once; forbidden by the scenario")
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(help="at most so many requests a second; forbidden by the scenario")
+    ] = None,
+    unsafe_override: Annotated[
+        bool | None,
+        typer.Option("--unsafe-override", help="go on where the scenario forbids; submission_valid=false"),
+    ] = None,
+    holder: Annotated[str, typer.Option(help="name under which the service is leased")] = "loadgen",
+    wait_ready: Annotated[float, typer.Option(help="seconds to wait until the service is ready")] = 60.0,
+    plain: Annotated[bool, typer.Option("--plain", help="progress as lines, also on a terminal")] = False,
+) -> None:
+    console = Console()
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    try:
+        if scenario != SCENARIO:
+            raise ConfigError(must_be("scenario", repr(SCENARIO), repr(scenario)))
+        if routing not in DISTRIBUTIONS:
+            raise ConfigError(must_be("routing", f"one of {', '.join(DISTRIBUTIONS)}", repr(routing)))
+        options = Options(
+            target=target,
+            out=out,
+            profile=profile,
+            holder=holder,
+            wait_ready_s=wait_ready,
+            routing=routing,
+            plain=plain,
+            num_drafts=drafts,
+            scenario={
+                "concurrency": _lanes(concurrency),
+                "duration_wall_s": duration,
+                "seed": seed,
+                "num_traces": traces,
+                "warmup_requests": warmup_requests,
+                "time_scale": time_scale,
+                "token_scale": token_scale,
+                "grace_wall_s": grace_period,
+                "step_retries": step_retries,
+                "streaming": streaming,
+                "cache_bust": cache_bust,
+                "ignore_delays": ignore_delays,
+                "request_rate": request_rate,
+                "unsafe_override": unsafe_override,
+            },
+            tier={"chunk_rows": chunk_rows, "decode_rounds_per_prefill": decode_rounds_per_prefill},
+        )
+        options.resolve("")  # what is wrong whatever the service says is refused before anything is leased
+        status = asyncio.run(run(options, console))
+    except MegaMoeError as error:
+        console.print(f"loadgen: {error}", style="bold red", highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+    raise typer.Exit(status)
+
+
+def _lanes(concurrency: str | None) -> int | None:
+    """One number: the scenario forbids a list of concurrencies."""
+    if concurrency is None:
+        return None
+    if "," in concurrency:
+        raise ConfigError(f"scenario {SCENARIO} forbids a list of concurrencies, got {concurrency!r}")
+    try:
+        return int(concurrency)
+    except ValueError:
+        raise ConfigError(must_be("concurrency", "a whole number", repr(concurrency))) from None
+
+
+async def run(options: Options, console: Console) -> int:
+    """One run from lease to report; returns the exit status. Raises MegaMoeError when it cannot begin."""
+    async with LiveTier.connect(
+        options.target, holder=options.holder, wait_ready_s=options.wait_ready_s
+    ) as moe:
+        chosen = options.resolve(moe.info.profile)
+        config = chosen.scenario
+        traces = SyntheticTraces(config.num_traces, config.seed)
+        before, not_counted = await _read_counters(moe)
+        replay = Replay(moe, traces, config, chosen.tier, RealClock(), distribution=options.routing)
+        info = moe.info
+        title = (
+            f"{SCENARIO}: {config.concurrency} lanes on {info.model_name} ({info.backend}, {info.num_ranks} ranks, "
+            f"{info.num_layers} layers), time x{config.time_scale:.3g}, tokens x{config.token_scale:.3g}"
+        )
+        crash: Exception | None = None
+        with _cancel_on_signals(replay):
+            async with watch(replay, console, title, plain=options.plain):
+                try:
+                    await replay.run()
+                except Exception as error:  # the report of what there is comes first, then the error
+                    crash = error
+                    replay.record.aborted = replay.record.aborted or f"{type(error).__name__}: {error}"
+        counted = None
+        if before is not None:
+            counted, not_counted = await _count(moe, before, replay)
+        report = build_report(
+            replay.record,
+            info,
+            config,
+            replay.tier_config,
+            counted,
+            traces=traces.description,
+            distribution=options.routing,
+            not_counted=not_counted,
+        )
+        path = write_report(options.out, report, replay.record, config.slice_s)
+        console.print(final_tables(report))
+        console.print(f"Report: {path}", highlight=False, soft_wrap=True)
+        if crash is not None:
+            raise crash
+    return exit_status(report)
+
+
+def exit_status(report: dict[str, Any]) -> int:
+    """What the process tells its caller."""
+    if report["run_aborted"] or report["requests"]["failed"] or report["service_steps_match"] is False:
+        return EXIT_FAILED
+    return EXIT_CANCELLED if report["run_cancelled"] else 0
+
+
+async def _read_counters(moe: LiveTier) -> tuple[Counters | None, str]:
+    if not moe.info.metrics_urls:
+        return None, "the service names no metrics addresses"
+    try:
+        return await scrape(moe.info.metrics_urls), ""
+    except UnavailableError as error:
+        return None, str(error)
+
+
+async def _count(moe: LiveTier, before: Counters, replay: Replay) -> tuple[Counters | None, str]:
+    """What the service counted since `before`; None with the reason when it cannot be read any more."""
+    record = replay.record
+    num_sub_steps = sum(times.num_steps for times in record.times.values())
+    try:
+        return await scrape_settled(moe.info.metrics_urls, before, record.num_calls, num_sub_steps), ""
+    except UnavailableError as error:
+        return None, str(error)
+
+
+@contextlib.contextmanager
+def _cancel_on_signals(replay: Replay) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run with a report; the second one ends the process."""
+    loop = asyncio.get_running_loop()
+
+    def cancel() -> None:
+        replay.cancel()
+        restore()
+
+    def restore() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, cancel)
+    try:
+        yield
+    finally:
+        restore()
+
+
+if __name__ == "__main__":
+    app()
