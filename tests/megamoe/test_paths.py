@@ -20,7 +20,7 @@ def run_cases(cases: list[Case], **settings: object) -> list[list[Answer]]:
 
 def test_paths_agree() -> None:
     case = Case(Path.COMPACT, UNEVEN)
-    paths = [Path.COMPACT, Path.FIXED_SLOT, Path.SMALL_M]
+    paths = [Path.COMPACT, Path.FIXED_SLOT, Path.SMALL_M, Path.LARGE_M]
     per_path = run_cases([case.on(path) for path in paths])
     for path, answers in zip(paths, per_path, strict=True):
         for rank in range(8):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megamoe import mx
 from megamoe.backends.cpu.call import Call
-from megamoe.backends.cpu.quant import dequantize_mxfp8
 from megamoe.backends.cpu.routed import Int64Array
 from megamoe.bundle import RowFormat
 from megamoe.shape import MX_BLOCK
@@ -68,7 +68,8 @@ def _sum_rows(rows: torch.Tensor, weights: torch.Tensor, fp8: torch.Tensor) -> t
         if any_fp8:
             u8 = row.view(torch.uint8)
             codes, sf = u8[:, :hidden], u8[:, hidden : hidden + hidden // MX_BLOCK]
-            decoded = dequantize_mxfp8(codes, sf, value if all_fp8 else torch.empty_like(total))
+            decoded = value if all_fp8 else torch.empty_like(total)
+            mx.dequantize_mxfp8_into(decoded, codes, sf, nan_codes=False)
             if not all_fp8:
                 value = torch.where(fp8[:, slot : slot + 1], decoded, value)
         total.add_(value)
