@@ -141,6 +141,8 @@ class ExpertGemms:
         inter = self.shape.intermediate
         hidden = self._work.get("h", x.shape[0], 2 * inter, torch.float32)
         self._matmuls(layer.w1, tiles, base, x, hidden)
+        if self._pad:
+            self.padded_rows += sum(-(tile.stop - tile.start) % self.block_m for tile in tiles)
         gate, up = hidden[:, :inter], hidden[:, inter:]
         limit = self.shape.swiglu_limit
         if limit > 0:
@@ -175,7 +177,6 @@ class ExpertGemms:
             padded_x[stop - start :] = 0.0
             torch.mm(padded_x, weights[tile.expert], out=padded_out)
             out[start:stop] = padded_out[: stop - start]
-            self.padded_rows += self.block_m - (stop - start)
 
 
 def encode_results(y: torch.Tensor, out_wide: torch.Tensor, weights: torch.Tensor | None) -> None:
