@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megamoe import Deployment, HeapLayout, MoeShape, Path, plan_bundle, plan_layout, preset
+from megamoe import Deployment, HeapLayout, MoeShape, Path, Runtime, plan_bundle, plan_layout, preset
+from megamoe.backends.cpu import CpuBackend
 from megamoe.errors import ConfigError, HeapError
 from megamoe.layout import CACHE_LINE_BYTES, NUM_BUFFERS, PAGE_BYTES, FlagKind
-from tests.megamoe.groups import SHAPE, deployment
+from megamoe.reference import identity_moe
+from tests.megamoe.groups import SHAPE, Case, batch_of, deployment, plan_for
 
 GIB = 1 << 30
 
@@ -85,7 +91,7 @@ def test_numbers_of_v4_pro() -> None:
     assert layout.region("payload_rows1").num_bytes == 8 * 8192 * 7392
     assert layout.region("combine_rows1").num_bytes == 8192 * 6 * 14336
     assert 2 * GIB < layout.num_bytes < 4 * GIB, "a rank, all paths together"
-    assert layout.region("combine_rows1").offset > 1 << 31, "offsets pass 32 bits here"
+    assert layout.region("combine_rows1").stop > 1 << 31, "offsets pass 31 bits here"
     assert layout.max_routed_rows == 8 * 8192 * 6
 
 
@@ -106,3 +112,26 @@ def test_paths_that_are_not_built_use_nothing() -> None:
 def test_slots_are_one_per_layer_at_most(num_slots: int) -> None:
     with pytest.raises(ConfigError, match="num_slots must be from 1 to num_layers = 2"):
         layout_of(deployment(), num_slots=num_slots)
+
+
+def test_offsets_beyond_4_gib() -> None:
+    """One rank with 4.4 GiB: calls on both buffers, and the last result row's bytes stand where the layout says."""
+    shape = MoeShape(hidden=7168, intermediate=32, num_experts=18, num_topk=18, num_ranks=1)
+    deployed = Deployment(shape=shape, max_tokens_per_rank=8192, fixed_slot_max=0)
+    name = f"megamoe-test-{os.getpid()}-big"
+    with Runtime.open(deployed, rank=0, group_name=name) as runtime:
+        runtime.bind_identity(0)
+        case = Case(Path.COMPACT, (9,), exact=True)
+        plan = replace(plan_for(case.num_rows_per_rank), policy_version=0)
+        batch = batch_of(case, shape, 0)
+        for _ in range(2):
+            assert torch.equal(runtime.forward(batch, plan, 0).hidden_states, identity_moe(batch, shape))
+        backend = runtime.backend
+        assert isinstance(backend, CpuBackend)
+        layout = backend.context.layout
+        last = layout.region("combine_rows1").stop - layout.result_bytes
+        assert last > 1 << 32
+        backend.heap.own.buffers[1].results[-1].view(torch.uint8).copy_(torch.arange(14336) % 251)
+        with open(f"/dev/shm/{name}-heap-0", "rb") as file:
+            file.seek(last)
+            assert file.read(14336) == bytes(i % 251 for i in range(14336))
