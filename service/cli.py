@@ -1,4 +1,4 @@
-"""`megamoe serve | plan | doctor`: the command line of the service.
+"""`megamoe serve | plan | doctor | demo`: the command line of the service.
 
 Owns: what is printed. Settings come from service.config alone; every command takes the same ones.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -80,6 +82,22 @@ def doctor(config: ServiceConfig) -> None:
 
 
 @app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the report and the service's log")] = Path(
+        "out/agentx"
+    ),
+    launcher: Annotated[str, typer.Option(help="ray or local")] = "ray",
+    duration: Annotated[float | None, typer.Option(help="seconds of load; default: about a minute")] = None,
+) -> None:
+    """Start the service, run the agentx scenario of the load generator against it, stop everything."""
+    from service.demo import run_demo
+
+    with _told():
+        status = run_demo(out=out, launcher=launcher, duration_s=duration)
+    raise typer.Exit(status)
+
+
+@app.command()
 def drain(
     front: Annotated[str, typer.Argument(help="address of the front, host:port")],
     resume: Annotated[bool, typer.Option(help="take plans again")] = False,
@@ -106,7 +124,7 @@ def set_path(
 
 
 @contextlib.contextmanager
-def _told() -> object:  # type: ignore[misc]
+def _told() -> Iterator[None]:
     """Errors of a service as one line."""
     try:
         yield

@@ -21,12 +21,12 @@ _SIMPLE = (bool, int, float)
 
 
 def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command, whose first parameter is `config`, an option per setting, --config FILE, and errors as one line."""
+    """Give a command, whose first parameter is `config`, an option per setting, --config, and errors as a line."""
     own = list(inspect.signature(command).parameters.values())[1:]
     hints = typing.get_type_hints(command, include_extras=True)
     parameters = [parameter.replace(annotation=hints[parameter.name]) for parameter in own]
     parameters.append(
-        _option("config_file", Optional[Path], "--config", "-c", help="YAML or TOML file of settings")  # noqa: UP045
+        _option("config_file", Optional[Path], "--config", "-c", text="YAML or TOML file of settings")  # noqa: UP045
     )
     for name, field in ServiceConfig.model_fields.items():
         parameters.append(_setting(name, field))
@@ -48,12 +48,12 @@ def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _option(name: str, kind: Any, *flags: str, help: str) -> inspect.Parameter:
+def _option(name: str, kind: Any, *flags: str, text: str) -> inspect.Parameter:
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[kind, typer.Option(*flags, help=help, show_default=False)],
+        annotation=Annotated[kind, typer.Option(*flags, help=text, show_default=False)],
     )
 
 
@@ -63,7 +63,7 @@ def _setting(name: str, field: FieldInfo) -> inspect.Parameter:
     flags = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
     shown = field.default.value if isinstance(field.default, Enum) else field.default
     text = f"{field.description} [{','.join(map(str, shown)) if isinstance(shown, tuple) else shown}]"
-    return _option(name, Optional[kind], *flags, help=text)  # noqa: UP045
+    return _option(name, Optional[kind], *flags, text=text)  # noqa: UP045
 
 
 def _parse(name: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from megamoe import Path, PathPolicy, plan_layout, shm_free_bytes
 from service.config import MIB, ServiceConfig
-from service.ring_layout import RingSpec
+from service.rank_rings import ring_specs
 
 
 def shm_bytes(config: ServiceConfig) -> dict[str, int]:
@@ -16,16 +16,6 @@ def shm_bytes(config: ServiceConfig) -> dict[str, int]:
     heap = plan_layout(config.bundle).num_bytes_all_ranks
     rings = num_ranks * sum(spec.num_bytes for spec in ring_specs(config))
     return {"heaps": heap, "request rings": rings}
-
-
-def ring_specs(config: ServiceConfig) -> tuple[RingSpec, RingSpec]:
-    """(the servicer's ring, the front's ring) of each rank. The front's holds one ForwardStep, which is capped."""
-    front_rows = max(min(config.forward_step_max_bytes // config.row_bytes, config.deployment.step_rows_limit), 1)
-    slots = config.ring_slots * 2
-    return (
-        RingSpec.of(config.deployment, num_control_slots=slots),
-        RingSpec.of(config.deployment, max_rows=front_rows, num_control_slots=slots, num_bulk_calls=1),
-    )
 
 
 def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
@@ -51,7 +41,9 @@ def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
         capacities = bundle.capacities(path)
         state = "" if not capacities else "on" if policy.allows(path) else "off"
         size = _size(layout.path_bytes(path)) if capacities else ""
-        paths.add_row(str(path), ", ".join(map(str, capacities)) or "-", state, size, bundle.reasons.get(path, ""))
+        paths.add_row(
+            str(path), ", ".join(map(str, capacities)) or "-", state, size, bundle.reasons.get(path, "")
+        )
     out.print(paths)
 
     regions = Table("region", "offset", "bytes", "used by", title="Symmetric heap of one rank")
@@ -67,7 +59,8 @@ def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
     needs = shm_bytes(config)
     weights = shape.weight_bytes_per_rank_and_layer * shape.num_layers
     out.print(
-        f"a rank: weights {_size(weights)}, scratch at the worst legal routing up to {_size(layout.max_scratch_bytes())}",
+        f"a rank: weights {_size(weights)}, scratch at the worst legal routing up to "
+        f"{_size(layout.max_scratch_bytes())}",
         highlight=False,
     )
     free, total = shm_free_bytes(), sum(needs.values())

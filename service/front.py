@@ -170,7 +170,7 @@ class Front:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: Any) -> None:
+            def log_message(self, *args: Any) -> None:
                 """Probes come every few seconds: not logged."""
 
         try:
@@ -255,5 +255,3 @@ def serialize_done(done: StepDone, layer_idx: int) -> bytes:
             result, _ = layer_result(value, plan_id, layer_idx, done.sequence, writer)
         reply.ranks.add(rank=rank, result=result)
     return wire.serialize(wire.Envelope(reply, tuple(writer.parts)))
-
-

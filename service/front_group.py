@@ -122,7 +122,9 @@ class FrontGroup:
     def _step(self, job: StepJob, finish: Any) -> Any:
         left_s = job.timeout_s - (time.monotonic() - job.enqueued_s)
         if left_s <= 0:
-            raise PeerTimeoutError(f"the turn of this ForwardStep must come within {job.timeout_s} s, it did not")
+            raise PeerTimeoutError(
+                f"the turn of this ForwardStep must come within {job.timeout_s} s, it did not"
+            )
         lease = self._take_lease()
         plan_id = PlanId(lease.generation, self._next_step_id, 0)
         self._next_step_id += 1
@@ -146,7 +148,7 @@ class FrontGroup:
         finally:
             close = CloseRequest(lease_serial=lease.lease_serial, plan_id=plan_id)
             with contextlib.suppress(MegaMoeError):
-                self._ask({rank: close for rank in range(len(self._rings))}, left_s)
+                self._ask(dict.fromkeys(range(len(self._rings)), close), left_s)
 
     def _layer(
         self, job: StepJob, lease: LeaseReply, plan_id: PlanId, planned: PlanReply, finish: Any, left_s: float

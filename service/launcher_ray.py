@@ -39,7 +39,9 @@ class _RankActor:
         return self._process.start_and_tell()
 
     def serve(self, addresses: dict[str, Any]) -> None:
-        self._process.serve(Addresses(**{k: tuple(v) if isinstance(v, list) else v for k, v in addresses.items()}))
+        self._process.serve(
+            Addresses(**{k: tuple(v) if isinstance(v, list) else v for k, v in addresses.items()})
+        )
 
     def wait(self) -> str:
         """Returns why the rank ended; the call dies with the process, which is how its death is noticed."""
@@ -66,7 +68,9 @@ class RayLauncher:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             wanted = "a reachable Ray cluster, or empty to start one"
-            raise ConfigError(f"{must_be('ray_address', wanted, repr(config.ray_address))}: {error}") from error
+            raise ConfigError(
+                f"{must_be('ray_address', wanted, repr(config.ray_address))}: {error}"
+            ) from error
         self._group: Any = None
         self._actors: list[Any] = []
         self._waits: list[Any] = []
@@ -78,7 +82,10 @@ class RayLauncher:
         try:
             self._group = self._place(len(specs), config)
             actor_type: Any = ray.remote(
-                max_restarts=0, max_task_retries=0, max_concurrency=4, runtime_env={"env_vars": rank_environment(config)}
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=4,
+                runtime_env={"env_vars": rank_environment(config)},
             )(_RankActor)
             cpus = self._group.bundle_specs[0]["CPU"]
             self._actors = [
@@ -100,7 +107,9 @@ class RayLauncher:
     def _place(self, num_ranks: int, config: ServiceConfig) -> Any:
         """A placement group with a bundle per rank, all on one host. Raises ConfigError when no host has the room."""
         hosts = {
-            node["NodeManagerHostname"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]
+            node["NodeManagerHostname"]: node["Resources"].get("CPU", 0.0)
+            for node in ray.nodes()
+            if node["Alive"]
         }
         most = max(hosts.values(), default=0.0)
         # Ray counts CPUs in ten-thousandths; a share must be rounded down or eight of them do not fit.

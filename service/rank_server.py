@@ -238,9 +238,7 @@ def _control_request(message: pb.ForwardRequest) -> Request:
         )
     if kind == "close_step":
         close = message.close_step
-        return CloseRequest(
-            lease_serial=close.lease_serial, plan_id=codec.plan_id_from_pb(close.plan_id)
-        )
+        return CloseRequest(lease_serial=close.lease_serial, plan_id=codec.plan_id_from_pb(close.plan_id))
     wanted = "one of lease, step_intent, layer_call, close_step"
     raise InvalidArgumentError(must_be("request", wanted, "nothing"))
 

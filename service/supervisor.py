@@ -25,7 +25,7 @@ from service.front_group import FrontGroup
 from service.info import Addresses, State
 from service.launcher import Launcher, RankSpec, RankUp, open_launcher
 from service.messages import ErrorReply
-from service.rank_process import FRONT_RING
+from service.rank_rings import FRONT_RING
 from service.ring import RingProducer
 
 log = logging.getLogger("megamoe.supervisor")
