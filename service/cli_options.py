@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import types
 import typing
 from collections.abc import Callable
 from enum import Enum
@@ -76,7 +75,7 @@ def _parse(name: str, value: Any) -> Any:
             return tuple(int(part) for part in value.split(",") if part)
         except ValueError:
             raise ConfigError(must_be(name, "numbers with commas between", repr(value))) from None
-    if isinstance(kind, types.UnionType) and value.startswith("{"):
+    if name == "shape" and value.startswith("{"):
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health as _health_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from megamoe.errors import ConfigError, MegaMoeError, must_be
 from service import codec
 from service.pb import moe_pb2 as pb
 
+_health: Any = _health_module
 LAYER_SERVICE = pb.DESCRIPTOR.services_by_name["MoELayer"].full_name
 ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 MAX_CONCURRENT_RPCS = 256
@@ -27,7 +28,7 @@ class Health:
     """grpc.health.v1 for the server as a whole ("") and for each of its services."""
 
     def __init__(self, services: tuple[str, ...]) -> None:
-        self.servicer = health_aio.HealthServicer()
+        self.servicer: Any = _health.aio.HealthServicer()
         self._names = ("", *services)
         self._serving: bool | None = None
 
@@ -58,14 +59,14 @@ def make_server(
         ],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
     )
-    health = Health(tuple(handlers))
+    state = Health(tuple(handlers))
     for service, methods in handlers.items():
         generic = grpc.method_handlers_generic_handler(service, methods)
         server.add_generic_rpc_handlers((generic,))
-    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(state.servicer, server)
     names = (*handlers, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    return server, health
+    return server, state
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:

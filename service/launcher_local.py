@@ -96,6 +96,7 @@ class LocalLauncher:
     def stop(self, *, timeout_s: float) -> None:
         self._stopping = True
         for child in self._children:
+            self._tell(child, json.dumps({"stop": True}))
             with contextlib.suppress(OSError):
                 assert child.stdin is not None
                 child.stdin.close()

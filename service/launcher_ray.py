@@ -38,10 +38,8 @@ class _RankActor:
         """{"up": ...} or {"failed": {code, message}}: errors travel as values, not pickled."""
         return self._process.start_and_tell()
 
-    def serve(self, addresses: dict[str, Any]) -> None:
-        self._process.serve(
-            Addresses(**{k: tuple(v) if isinstance(v, list) else v for k, v in addresses.items()})
-        )
+    def serve(self, addresses: Addresses) -> None:
+        self._process.serve(addresses)
 
     def wait(self) -> str:
         """Returns why the rank ended; the call dies with the process, which is how its death is noticed."""
@@ -81,12 +79,10 @@ class RayLauncher:
         config = specs[0].config
         try:
             self._group = self._place(len(specs), config)
-            actor_type: Any = ray.remote(
-                max_restarts=0,
-                max_task_retries=0,
-                max_concurrency=4,
-                runtime_env={"env_vars": rank_environment(config)},
-            )(_RankActor)
+            options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
+            make: Any = ray.remote
+            env = {"env_vars": rank_environment(config)}
+            actor_type = make(**options, runtime_env=env)(_RankActor)
             cpus = self._group.bundle_specs[0]["CPU"]
             self._actors = [
                 actor_type.options(
@@ -150,9 +146,8 @@ class RayLauncher:
         return [ups[rank] for rank in range(len(ups))]
 
     def serve(self, addresses: Addresses) -> None:
-        table = vars(addresses)
         with contextlib.suppress(RayActorError):  # a dead rank is found by `failures`
-            ray.get([actor.serve.remote(table) for actor in self._actors], timeout=10.0)
+            ray.get([actor.serve.remote(addresses) for actor in self._actors], timeout=10.0)
 
     def failures(self) -> dict[int, str]:
         if self._stopping or not self._waits:

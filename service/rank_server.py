@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from megamoe import MoeShape, Phase
 from megamoe.errors import InvalidArgumentError, MegaMoeError, UnavailableError, must_be
@@ -85,6 +86,10 @@ class RankServicer:
                 yield self._answer(call)
                 # The reply has been serialized by now: its rows are no longer needed.
                 call.release()
+        except DecodeError as error:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"message must be a ForwardRequest, got: {error}"
+            )
         finally:
             stream.close()
 
@@ -131,7 +136,7 @@ class RankServicer:
         except MegaMoeError as error:
             message.error.CopyFrom(codec.error_to_pb(error))
             parts = ()
-        if message.HasField("error"):
+        if call.pending is None:  # what reached the step loop is counted there
             self._metrics.record_error(message.error.code)
         return wire.Envelope(message, parts)
 

@@ -1,4 +1,4 @@
-"""The supervisor: `megamoe serve`. Hosts the front, has a launcher start the ranks, and starts them again when one dies.
+"""The supervisor: `megamoe serve`. Hosts the front, has a launcher start the ranks, again when one dies.
 
 Owns: the life of a group from its board to the last segment in /dev/shm. A group is one incarnation (generation): when
 a rank ends, everyone who waits is told, all ranks are stopped and a new group with a new generation takes over.
@@ -13,7 +13,8 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from megamoe import PathPolicy, unlink_all
 from megamoe.errors import MegaMoeError, UnavailableError
@@ -116,9 +117,9 @@ class Supervisor:
                 await asyncio.wait_for(self._stop.wait(), pause_s)
             self.state.generation += 1
 
-    async def _until_stop(self, work: asyncio.Future[list[RankUp]] | object) -> list[RankUp] | None:
+    async def _until_stop(self, work: Coroutine[Any, Any, list[RankUp]]) -> list[RankUp] | None:
         """The result of `work`, or None when the service is stopped first."""
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+        task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -127,7 +128,7 @@ class Supervisor:
             with contextlib.suppress(asyncio.CancelledError, MegaMoeError):
                 await task
             return None
-        return task.result()  # type: ignore[no-any-return]
+        return task.result()
 
     # ------------------------------------------------------------------------------ one group
 
@@ -181,7 +182,7 @@ class Supervisor:
             assert self._board is not None
             down = self._board.down
             if down is not None:
-                return down.message
+                return str(down.message)
             if probe is None and time.monotonic() >= next_probe_s:
                 probe = asyncio.create_task(asyncio.to_thread(self._probe))
             if probe is not None and probe.done():

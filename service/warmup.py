@@ -36,7 +36,7 @@ class WarmUpStep:
 
 
 def warm_up_steps(bundle: Bundle, policy: PathPolicy) -> tuple[WarmUpStep, ...]:
-    """One step per runtime, with few rows. Where `policy` never takes a runtime, a newer one does that allows only it."""
+    """One step per runtime, with few rows. Where `policy` never takes a runtime, a newer one allows only it."""
     steps = []
     newest = policy
     for spec in bundle.runtimes:
