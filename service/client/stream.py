@@ -83,7 +83,8 @@ class RankStream:
                 except grpc.aio.AioRpcError as error:
                     raise from_rpc(error, where=self._where, rank=self.rank) from error
                 except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
-                    raise UnavailableError(f"the stream to {self._where} is closed") from error
+                    await asyncio.wait({self._reader}, timeout=1.0)  # it knows why the stream ended
+                    raise self._broken or UnavailableError(f"the stream to {self._where} is closed") from error
             return await future
         finally:
             self._waiting.pop(request_id, None)
