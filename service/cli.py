@@ -45,7 +45,8 @@ def serve(config: ServiceConfig) -> None:
             f"  front    {where.front}   (gRPC: GetInfo, ForwardStep, Admin)\n"
             f"  ranks    {' '.join(where.ranks)}   (gRPC: Forward)\n"
             f"  metrics  {' '.join(where.metrics)}   (Prometheus)\n"
-            f"  http     http://{where.http}/sd  /healthz  /readyz"
+            f"  http     http://{where.http}/sd  /healthz  /readyz\n"
+            f"  memory   /dev/shm/{state.group_name}-*"
         )
         for path, reason in config.bundle.reasons.items():
             typer.echo(f"  {path} is not built: {reason}")

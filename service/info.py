@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 from megamoe import Path, PathPolicy
 from service import codec
@@ -20,6 +21,16 @@ class Addresses:
     ranks: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
 
+    @classmethod
+    def from_table(cls, table: dict[str, Any]) -> Addresses:
+        """From what `dataclasses.asdict` and JSON made of one."""
+        return cls(
+            front=table["front"],
+            http=table["http"],
+            ranks=tuple(table["ranks"]),
+            metrics=tuple(table["metrics"]),
+        )
+
 
 @dataclass(kw_only=True)
 class State:
@@ -28,6 +39,7 @@ class State:
     generation: int
     policy: PathPolicy
     addresses: Addresses = field(default_factory=Addresses)
+    group_name: str = ""
     not_ready_reason: str = "starting"
     draining: bool = False
 

@@ -277,8 +277,7 @@ def _follow(process: RankProcess) -> None:
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
         if "serve" in order:
-            table = order["serve"]
-            process.serve(Addresses(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}))
+            process.serve(Addresses.from_table(order["serve"]))
         asked = asked or "stop" in order
     guard = threading.Timer(_EXIT_GRACE_S + 2.0, os._exit, (1,))
     guard.daemon = True

@@ -134,7 +134,7 @@ class Supervisor:
 
     async def _start_group(self, launcher: Launcher) -> list[RankUp]:
         config, state = self.config, self.state
-        group_name = f"{self._name}-{state.generation}"
+        state.group_name = group_name = f"{self._name}-{state.generation}"
         num_ranks = config.moe_shape.num_ranks
         num_warm_up = len(warmup.warm_up_steps(config.bundle, PathPolicy.of(config.deployment)))
         self._board = Board.create(
