@@ -222,6 +222,8 @@ def intent(
     for name, value in change.items():
         if name == "num_rows_per_rank":
             message.num_rows_per_rank[:] = value
+        elif name == "wire_phase":
+            message.phase = value
         else:
             setattr(message, name, value)
     return pb.ForwardRequest(step_intent=message)

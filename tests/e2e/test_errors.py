@@ -141,7 +141,7 @@ BAD_INTENTS: list[IntentChange] = [
     ("own_count", {"num_rows": 7}, MegaMoeError, "num_rows", _invalid),
     ("dtype", {"dtype": "mxfp8"}, AgreementError, "dtype must be equal on all ranks", _invalid),
     ("unknown_dtype", {"dtype": "float64"}, InvalidArgumentError, "dtype must be", _invalid),
-    ("phase", {"phase": 0}, InvalidArgumentError, "phase of a rank with 5 rows", _invalid),
+    ("phase", {"wire_phase": 0}, InvalidArgumentError, "phase of a rank with 5 rows", _invalid),
 ]
 
 
