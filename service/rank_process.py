@@ -31,7 +31,7 @@ from service.config import threads_per_rank
 from service.grpc_server import LAYER_SERVICE, Health, listen, make_server
 from service.info import Addresses, State, service_info
 from service.launcher import RankSpec, RankUp, up_to_json
-from service.metrics import RankMetrics
+from service.metrics import Balance, RankMetrics
 from service.rank_rings import SERVICER_RING, ring_specs
 from service.rank_server import RankServicer
 from service.ring import RingConsumer, RingProducer
@@ -131,7 +131,9 @@ class RankProcess:
             runtime.bind_layer(layer_idx, weights)
         warmup.run(runtime, PathPolicy.of(config.deployment), timeout_s=timeout_s)
 
-        metrics = RankMetrics(rank=rank, model_name=config.label, bundle=config.bundle)
+        balance = Balance.open(group_name, rank, shape.num_ranks, timeout_s=timeout_s)
+        opened.callback(balance.close)
+        metrics = RankMetrics(rank=rank, model_name=config.label, bundle=config.bundle, balance=balance)
         opened.callback(metrics.close)
         metrics.generation.set(self.spec.generation)
         metrics.record_policy(runtime.policy)
