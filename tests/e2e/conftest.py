@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 
+import psutil
 import pytest
 
 from service.client import AsyncMoeGroup
@@ -18,8 +20,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def running_service() -> Iterator[ServiceProcess]:
+    """Ends with SIGTERM, and checks that nothing is left."""
     with running() as service:
+        family = service.family()
+        assert len(service.rank_pids) == 8
         yield service
+        assert service.stop(signal.SIGTERM) == 0
+        assert service.lines[-1] == "megamoe has stopped"
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+        assert service.segments() == []
 
 
 @pytest.fixture

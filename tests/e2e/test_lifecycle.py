@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megamoe.errors import PeerTimeoutError, UnavailableError
-from service.client import AsyncFront, AsyncMoeGroup, forward_step
+from service.client import AsyncFront, AsyncMoeGroup
 from tests.e2e.harness import (
     ROOT,
     STEP_TIMEOUT_S,
@@ -30,22 +30,16 @@ from tests.e2e.harness import (
 COUNTS = [3, 0, 1, 0, 0, 2, 0, 4]
 
 
+async def steps_for(group: AsyncMoeGroup, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        async with group.step(COUNTS) as step:
+            await step.layer(0, group_rows(COUNTS))
+
+
 def gone(processes: list[psutil.Process], timeout_s: float = 5.0) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-def test_a_signal_stops_it_cleanly(number: signal.Signals) -> None:
-    with running() as service:
-        family = service.family()
-        assert len(service.rank_pids) == 8
-        assert len(service.segments()) > 8
-        asyncio.run(forward_step(service.front, 0, group_rows(COUNTS)))  # type: ignore[arg-type]
-        assert service.stop(number) == 0
-        assert service.lines[-1] == "megamoe has stopped"
-        assert gone(family)
-        assert service.segments() == []
 
 
 def test_a_signal_during_start_stops_it_cleanly() -> None:
@@ -57,14 +51,6 @@ def test_a_signal_during_start_stops_it_cleanly() -> None:
     assert service.stop(signal.SIGTERM) == 0
     assert gone(family)
     assert not {p for p in before if p.exists() and f"{service.process.pid}" in p.name}
-
-
-def test_a_killed_supervisor_takes_its_ranks_and_memory_along() -> None:
-    with running() as service:
-        family = service.family()
-        service.process.kill()
-        assert gone(family, timeout_s=20.0)
-        assert service.segments() == []
 
 
 def test_a_taken_port_is_refused_with_its_name(running_service: ServiceProcess) -> None:
@@ -88,8 +74,7 @@ def breakable() -> Iterator[ServiceProcess]:
         yield service
 
 
-async def test_a_caller_killed_in_mid_step_leaves_nothing(breakable: ServiceProcess) -> None:
-    """The step finishes for the others; nothing leaks; the next caller group gets the lease."""
+def kill_a_caller_in_mid_step(front: str) -> None:
     script = (
         "import asyncio, os, sys\n"
         "from service.client import AsyncMoeGroup\n"
@@ -106,7 +91,7 @@ async def test_a_caller_killed_in_mid_step_leaves_nothing(breakable: ServiceProc
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     victim = subprocess.Popen(
-        [sys.executable, "-c", script, breakable.front], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
+        [sys.executable, "-c", script, front], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
     )
     assert victim.stdout is not None
     for _ in range(6):
@@ -114,6 +99,11 @@ async def test_a_caller_killed_in_mid_step_leaves_nothing(breakable: ServiceProc
     victim.kill()
     victim.wait()
     victim.stdout.close()
+
+
+async def test_a_caller_killed_in_mid_step_leaves_nothing(breakable: ServiceProcess) -> None:
+    """The step finishes for the others; nothing leaks; the next caller group gets the lease."""
+    await asyncio.to_thread(kill_a_caller_in_mid_step, breakable.front)
     deadline = time.monotonic() + 15
     while True:  # its lease ends by itself
         with contextlib.suppress(Exception):
@@ -136,9 +126,7 @@ async def test_a_killed_rank_fails_callers_and_the_group_comes_back(breakable: S
             start = time.monotonic()
             os.kill(victim, signal.SIGKILL)
             with pytest.raises((UnavailableError, PeerTimeoutError)):
-                while time.monotonic() - start < 2 * STEP_TIMEOUT_S:
-                    async with group.step(COUNTS) as step:
-                        await step.layer(0, group_rows(COUNTS))
+                await steps_for(group, 2 * STEP_TIMEOUT_S)
             assert time.monotonic() - start < 2 * STEP_TIMEOUT_S
         assert not (await front.info()).ready
         status, reason = breakable.get("/readyz")
@@ -172,3 +160,12 @@ async def test_a_stopped_rank_is_not_ready_and_recovers(breakable: ServiceProces
         await front.wait_ready(60)
     async with AsyncMoeGroup.connect(breakable.front, holder="test") as group:
         await works(group)
+
+
+def test_a_killed_supervisor_takes_its_ranks_and_memory_along(breakable: ServiceProcess) -> None:
+    """The last test of this service: its ranks notice that their launcher is gone, stop and clean up."""
+    family = breakable.family()
+    assert len(breakable.segments()) > 8
+    breakable.process.kill()
+    assert gone(family, timeout_s=20.0)
+    assert breakable.segments() == []
