@@ -50,7 +50,8 @@ def combine_tokens(call: Call, format_per_rank: Sequence[RowFormat], tokens: Int
             call.out[part] = _sum_rows(rows[part], weights[part], fp8[part])
         else:
             index = torch.from_numpy(tokens[start:stop])
-            call.out[index] = _sum_rows(rows[index], weights[index], fp8[index])
+            # Assignment by index, unlike by slice, does not convert.
+            call.out[index] = _sum_rows(rows[index], weights[index], fp8[index]).to(call.out.dtype)
 
 
 def _sum_rows(rows: torch.Tensor, weights: torch.Tensor, fp8: torch.Tensor) -> torch.Tensor:
