@@ -35,8 +35,8 @@ _HEAD = struct.Struct("<QQQQ")  # magic, num_ranks, max_micro_batches, generatio
 _VERSION_AT, _LOCK_OWNER_AT, _HIGHEST_SEQUENCE_AT, _HIGHEST_STEP_AT, _DOWN_AT = 128, 192, 256, 320, 1024
 _LEASE_VERSION_AT, _INTENT_VERSIONS_AT = 384, 512
 _RANKS_AT, _RANK_BYTES = 4096, 512
-_BELL_AT, _CONTROL_BELL_AT, _BUSY_AT, _PROGRESS_AT, _TRAFFIC_AT, _SETTLED_AT = 0, 64, 128, 192, 200, 256
-MAX_MICRO_BATCHES = (_RANK_BYTES - _SETTLED_AT) // 8
+_BELL_AT, _CONTROL_BELL_AT, _BUSY_AT, _PROGRESS_AT, _TRAFFIC_AT = 0, 64, 128, 192, 200
+MAX_MICRO_BATCHES = 32
 
 _LOCK_SPIN = 50
 _LOCK_TIMEOUT_S = 5.0
@@ -316,13 +316,6 @@ class Board:
         first = (_RANKS_AT + _TRAFFIC_AT) // 8
         return max(self._u64[first + rank * _RANK_BYTES // 8] for rank in range(self.num_ranks))
 
-    def settled_step(self, rank: int, micro_batch_idx: int) -> int:
-        """The step id up to which a rank knows the outcome of every intent that it posted."""
-        return self._u64[(_RANKS_AT + rank * _RANK_BYTES + _SETTLED_AT) // 8 + micro_batch_idx]
-
-    def mark_settled(self, rank: int, micro_batch_idx: int, step_id: int) -> None:
-        self._u64[(_RANKS_AT + rank * _RANK_BYTES + _SETTLED_AT) // 8 + micro_batch_idx] = step_id
-
     # ------------------------------------------------------------------------------ the group is down
 
     def post_down(self, error: ErrorReply) -> None:
@@ -347,6 +340,9 @@ def board_name(group_name: str) -> str:
 
 LEASE_BYTES = 512
 INTENT_BYTES = 1024
+NUM_ENTRIES = 8
+"""Intents per rank and micro-batch that may be under way: one is the rule, more when ranks without rows are brought
+into earlier steps late."""
 ORDER_SLOTS = 128
 """Sequences that the board remembers; a power of two."""
 ORDER_BYTES = 8192
@@ -356,14 +352,19 @@ def lease_at() -> int:
     return _RANKS_AT + MAX_RANKS * _RANK_BYTES
 
 
+def keys_at(num_ranks: int, micro_batch_idx: int) -> int:
+    """The keys of all entries of a micro-batch, by rank and entry."""
+    return lease_at() + LEASE_BYTES + micro_batch_idx * num_ranks * NUM_ENTRIES * (24 + INTENT_BYTES)
+
+
 def intent_at(num_ranks: int, micro_batch_idx: int, rank: int, entry_idx: int) -> int:
-    """Entry entry_idx (0 or 1) of a rank in a micro-batch."""
-    idx = (micro_batch_idx * num_ranks + rank) * 2 + entry_idx
-    return lease_at() + LEASE_BYTES + idx * INTENT_BYTES
+    """Entry entry_idx of a rank in a micro-batch."""
+    at = keys_at(num_ranks, micro_batch_idx) + 24 * num_ranks * NUM_ENTRIES
+    return at + (rank * NUM_ENTRIES + entry_idx) * INTENT_BYTES
 
 
 def order_at(num_ranks: int, max_micro_batches: int, slot_idx: int) -> int:
-    return intent_at(num_ranks, max_micro_batches, 0, 0) + slot_idx * ORDER_BYTES
+    return keys_at(num_ranks, max_micro_batches) + slot_idx * ORDER_BYTES
 
 
 def _num_bytes(num_ranks: int, max_micro_batches: int) -> int:

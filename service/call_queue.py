@@ -26,7 +26,7 @@ from service.ring_consumer import Record
 SEQUENCE_WINDOW = 64
 """How far ahead of the group a layer call may be: half of what the board remembers."""
 _REMEMBERED_CALLS = 256
-"""Calls that this rank executed without its caller, for callers that ask after all."""
+"""Calls that this rank executed, or gave up, without its caller: for callers that come after all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class CallQueue:
         self._answer = answer
         self._order = CallOrder(board, rank)
         self._pending: dict[int, Call] = {}
-        self._followed: OrderedDict[int, tuple[CallId, Reply]] = OrderedDict()
+        self._missed: OrderedDict[int, tuple[CallId | None, Reply]] = OrderedDict()
         self.next_sequence = board.highest_sequence + 1
 
     def __len__(self) -> int:
@@ -111,10 +111,14 @@ class CallQueue:
 
     def _answer_done(self, record: Record, sequence: int, call_id: CallId) -> None:
         """A call whose sequence this rank has passed: it followed it without its caller, or the call is stale."""
-        followed = self._followed.get(sequence)
-        if followed is not None and followed[0] == call_id and not record.num_rows:
-            self._answer(record, followed[1])
-            return
+        call_id_and_reply = self._missed.get(sequence)
+        if call_id_and_reply is not None:
+            ours, reply = call_id_and_reply
+            given_up = ours is None and isinstance(reply, ErrorReply) and reply.code != "peer_timeout"
+            if given_up or (ours == call_id and not record.num_rows):
+                del self._missed[sequence]  # once: a second one is a repetition
+                self._answer(record, reply)
+                return
         slot = self._order.read(sequence)
         why = "" if slot is None or slot.error is None else f": {slot.error.message}"
         raise StaleCallError(f"sequence {sequence} is done, the next one is {self.next_sequence}{why}")
@@ -145,6 +149,7 @@ class CallQueue:
             self.next_sequence = max(self._order.oldest(), sequence + 1)
             return None, False
         if slot.state is SlotState.GIVEN_UP:
+            self._remember(sequence, None, slot.error or _UNKNOWN)
             self.next_sequence += 1
             return None, False
         plan = self._plans.find(slot.call.lease_serial, slot.call.plan_id)
@@ -348,7 +353,7 @@ class CallQueue:
                     self._answer(call.record, error_of(stale))
         return reply
 
-    def _remember(self, sequence: int, call_id: CallId, reply: Reply) -> None:
+    def _remember(self, sequence: int, call_id: CallId | None, reply: Reply) -> None:
         if isinstance(reply, LayerReply):
             reply = LayerReply(
                 hidden_states=_NO_ROWS,
@@ -356,9 +361,9 @@ class CallQueue:
                 queue_us=reply.queue_us,
                 total_us=reply.total_us,
             )
-        self._followed[sequence] = (call_id, reply)
-        while len(self._followed) > _REMEMBERED_CALLS:
-            self._followed.popitem(last=False)
+        self._missed[sequence] = (call_id, reply)
+        while len(self._missed) > _REMEMBERED_CALLS:
+            self._missed.popitem(last=False)
 
     def fail_all(self, error: ErrorReply) -> None:
         """The group is down: answer everything that waits."""

@@ -24,7 +24,7 @@ from service.messages import CloseRequest, ErrorReply, IntentRequest, PlanReply,
 MAX_STEP_ID = 2**62
 """Step ids stay below: no caller can use up the ids of a generation."""
 _MAX_ROWS = 2**31 - 1
-_REMEMBERED_PLANS = 4
+_REMEMBERED_PLANS = 16
 """Earlier plans of a micro-batch that a late layer call, or a call to join, can still name."""
 BLOCKED_POLL_S = 0.001
 """How soon to look again whether ranks have settled a step whose entry is to be overwritten."""
@@ -69,8 +69,14 @@ class PlanState:
 
 @dataclass(eq=False)
 class _MicroBatch:
-    current: PlanState | None = None
+    """waiting: intents of this rank's caller that are not on the board yet. unsettled: posted, outcome unknown.
+
+    recent: the latest plans by step id. last_step: the latest that the caller brought.
+    """
+
+    idx: int
     waiting: deque[PlanState] = field(default_factory=deque)
+    unsettled: list[PlanState] = field(default_factory=list)
     recent: OrderedDict[int, PlanState] = field(default_factory=OrderedDict)
     last_step: int = 0
     seen_version: int = -1
@@ -113,7 +119,7 @@ class PlanBook:
         self.leases = LeaseTable(board, timeout_s=lease_timeout_s)
         self.versions = StagedVersions()
         self.draining = False
-        self._micro_batches = [_MicroBatch() for _ in range(board.max_micro_batches)]
+        self._micro_batches = [_MicroBatch(idx) for idx in range(board.max_micro_batches)]
         self._lease_version = -1
         self._lease = Lease(0, 0, False, "")
 
@@ -135,23 +141,19 @@ class PlanBook:
     def _end_plans(self) -> None:
         """Close what belongs to a lease that is over."""
         for micro_batch in self._micro_batches:
-            ended = [*micro_batch.waiting]
-            if micro_batch.current is not None:
-                ended.append(micro_batch.current)
-            for plan in ended:
+            for plan in list(micro_batch.recent.values()):
                 try:
                     check_serial(self._lease, plan.lease_serial)
                 except StaleCallError as stale:
                     if plan.status is PlanStatus.OPEN:
                         plan.status = PlanStatus.CLOSED
-                    elif plan.status in (PlanStatus.WAITING, PlanStatus.POSTED):
-                        if plan.status is PlanStatus.POSTED:
-                            self._board.mark_settled(
-                                self._rank, plan.plan_id.micro_batch_idx, plan.plan_id.step_id
-                            )
+                    elif plan.status is PlanStatus.POSTED:
+                        self._table.mark_settled(plan.lease_serial, plan.plan_id)
+                        micro_batch.unsettled.remove(plan)
                         self._fail(plan, error_of(stale))
-                        if plan in micro_batch.waiting:
-                            micro_batch.waiting.remove(plan)
+                    elif plan.status is PlanStatus.WAITING:
+                        micro_batch.waiting.remove(plan)
+                        self._fail(plan, error_of(stale))
 
     def check_lease(self, serial: int, now: float) -> None:
         """Raise StaleCallError unless `serial` is in force; else the holder was heard of just now."""
@@ -171,12 +173,11 @@ class PlanBook:
         if known is not None and not known.called and known is self.find(request.lease_serial, plan_id):
             self._take_late_intent(known, request, answer)
             return
-        newest = micro_batch.waiting[-1].plan_id.step_id if micro_batch.waiting else micro_batch.last_step
-        if plan_id.step_id <= newest:
+        if plan_id.step_id <= micro_batch.last_step or known is not None:
             raise StaleCallError(
                 must_be(
-                    f"step_id of micro-batch {plan_id.micro_batch_idx}",
-                    f"above {newest}, the last one",
+                    f"step_id of micro-batch {micro_batch.idx}",
+                    f"above {micro_batch.last_step}, the last one",
                     plan_id.step_id,
                 )
             )
@@ -194,9 +195,11 @@ class PlanBook:
             called=True,
             answers=[answer],
         )
+        for earlier in micro_batch.recent.values():
+            if earlier.called:
+                self._close(earlier)
         self._remember(micro_batch, plan)
-        if micro_batch.current is not None:
-            self._close(micro_batch.current)
+        micro_batch.last_step = plan_id.step_id
         micro_batch.waiting.append(plan)
         self._advance(micro_batch, now)
 
@@ -256,9 +259,12 @@ class PlanBook:
         return self._micro_batches[plan_id.micro_batch_idx]
 
     def _remember(self, micro_batch: _MicroBatch, plan: PlanState) -> None:
-        micro_batch.recent[plan.plan_id.step_id] = plan
-        while len(micro_batch.recent) > _REMEMBERED_PLANS + len(micro_batch.waiting):
-            micro_batch.recent.popitem(last=False)
+        recent = micro_batch.recent
+        recent[plan.plan_id.step_id] = plan
+        live = (PlanStatus.WAITING, PlanStatus.POSTED)
+        for step_id in list(recent)[: max(len(recent) - _REMEMBERED_PLANS, 0)]:
+            if recent[step_id].status not in live:
+                del recent[step_id]
 
     # ------------------------------------------------------------------------------ lookups
 
@@ -284,11 +290,7 @@ class PlanBook:
 
     def num_waiting(self) -> int:
         """Intents that are not answered yet."""
-        return sum(
-            len(micro_batch.waiting)
-            + (micro_batch.current is not None and micro_batch.current.status is PlanStatus.POSTED)
-            for micro_batch in self._micro_batches
-        )
+        return sum(len(one.waiting) + len(one.unsettled) for one in self._micro_batches)
 
     def next_deadline(self, now: float) -> float:
         """When to look again though nothing rang; infinity if nothing waits."""
@@ -296,8 +298,7 @@ class PlanBook:
         for micro_batch in self._micro_batches:
             if micro_batch.blocked:
                 deadline = min(deadline, now + BLOCKED_POLL_S)
-            plan = micro_batch.current
-            if plan is not None and plan.status is PlanStatus.POSTED:
+            for plan in micro_batch.unsettled:
                 deadline = min(deadline, plan.deadline)
         return deadline
 
@@ -306,59 +307,58 @@ class PlanBook:
     def advance(self, now: float) -> None:
         """Move every micro-batch on as far as the board allows."""
         _ = self.lease
-        for idx, micro_batch in enumerate(self._micro_batches):
-            version = self._board.intent_version(idx)
-            if version != micro_batch.seen_version or micro_batch.blocked or micro_batch.waiting:
+        for micro_batch in self._micro_batches:
+            version = self._board.intent_version(micro_batch.idx)
+            if (
+                version != micro_batch.seen_version
+                or micro_batch.blocked
+                or any(now >= plan.deadline for plan in micro_batch.unsettled)
+            ):
                 micro_batch.seen_version = version
                 self._advance(micro_batch, now)
-            else:
-                plan = micro_batch.current
-                if plan is not None and plan.status is PlanStatus.POSTED and now >= plan.deadline:
-                    self._advance(micro_batch, now)
 
     def _advance(self, micro_batch: _MicroBatch, now: float) -> None:
         micro_batch.blocked = False
         while True:
-            plan = micro_batch.current
-            if plan is not None and plan.status is PlanStatus.POSTED:
+            for plan in list(micro_batch.unsettled):
                 outcome = self._table.settle(plan.lease_serial, plan.plan_id)
                 if outcome is None and now >= plan.deadline:
                     outcome = self._table.withdraw(plan.lease_serial, plan.plan_id, plan.timeout_s)
-                if outcome is None:
-                    return
-                self._settled(plan, outcome)
+                if outcome is not None:
+                    micro_batch.unsettled.remove(plan)
+                    self._settled(plan, outcome)
             following = self._next_plan(micro_batch)
             if following is None:
                 return
-            if not self._table.can_post(following.plan_id.micro_batch_idx):
+            if not self._post(micro_batch, following, now):
                 micro_batch.blocked = True
                 return
-            if micro_batch.waiting and micro_batch.waiting[0] is following:
-                micro_batch.waiting.popleft()
-            else:
-                self._remember(micro_batch, following)
-            self._post(micro_batch, following, now)
 
     def _next_plan(self, micro_batch: _MicroBatch) -> PlanState | None:
+        """What this rank brings to the board next: steps in order, the caller's and those that need no call."""
         own = micro_batch.waiting[0] if micro_batch.waiting else None
-        idx = self._micro_batches.index(micro_batch)
-        if not self._lease.held:
-            return own
-        found = self._table.uncalled_step(self._lease.serial, idx, micro_batch.last_step)
-        if found is None or (own is not None and own.plan_id.step_id <= found[0].step_id):
-            return own
-        plan_id, counts, dtype = found
-        request = IntentRequest(
-            lease_serial=self._lease.serial,
-            plan_id=plan_id,
-            num_rows=0,
-            phase=Phase.IDLE,
-            dtype=dtype,
-            num_rows_per_rank=counts,
-        )
-        return PlanState(self._lease.serial, plan_id, self.step_timeout_s, request, counts, called=False)
+        following = own
+        found = self._table.uncalled_step(self._lease.serial, micro_batch.idx) if self._lease.held else None
+        if found is not None and (own is None or found[0].step_id < own.plan_id.step_id):
+            plan_id, counts, dtype = found
+            request = IntentRequest(
+                lease_serial=self._lease.serial,
+                plan_id=plan_id,
+                num_rows=0,
+                phase=Phase.IDLE,
+                dtype=dtype,
+                num_rows_per_rank=counts,
+            )
+            following = PlanState(
+                self._lease.serial, plan_id, self.step_timeout_s, request, counts, called=False
+            )
+        if following is None:
+            return None
+        step_id = following.plan_id.step_id
+        earlier = any(plan.plan_id.step_id < step_id for plan in micro_batch.unsettled)
+        return None if earlier else following
 
-    def _post(self, micro_batch: _MicroBatch, plan: PlanState, now: float) -> None:
+    def _post(self, micro_batch: _MicroBatch, plan: PlanState, now: float) -> bool:
         request = plan.request
         assert request is not None
         refused: ErrorReply | None = None
@@ -373,14 +373,16 @@ class PlanBook:
                 num_rows=0,
                 phase=Phase.IDLE,
             )
-        previous = micro_batch.current
-        if previous is not None:
-            self._close(previous)
-        micro_batch.current = plan
-        micro_batch.last_step = plan.plan_id.step_id
+        if not self._table.post(plan.lease_serial, intent, self._load(), called=plan.called, refused=refused):
+            return False
+        if plan.called:
+            micro_batch.waiting.popleft()
+        else:
+            self._remember(micro_batch, plan)
+        micro_batch.unsettled.append(plan)
         plan.status = PlanStatus.POSTED
         plan.deadline = now + plan.timeout_s
-        self._table.post(plan.lease_serial, intent, self._load(), refused=refused)
+        return True
 
     def _intent(self, request: IntentRequest, plan_id: PlanId) -> StepIntent:
         """What this rank brings. Raises what is wrong with it: an answer for all ranks."""
@@ -407,17 +409,14 @@ class PlanBook:
 
     def _load(self) -> RankLoad:
         open_rows = sum(
-            micro_batch.current.plan.max_rows
+            plan.plan.max_rows
             for micro_batch in self._micro_batches
-            if micro_batch.current is not None
-            and micro_batch.current.status is PlanStatus.OPEN
-            and micro_batch.current.plan is not None
+            for plan in micro_batch.recent.values()
+            if plan.status is PlanStatus.OPEN and plan.called and plan.plan is not None
         )
         return RankLoad(queued_calls=self._queued_calls(), open_rows=open_rows)
 
     def _settled(self, plan: PlanState, outcome: Outcome) -> None:
-        plan_id = plan.plan_id
-        self._board.mark_settled(self._rank, plan_id.micro_batch_idx, plan_id.step_id)
         if not isinstance(outcome, Agreed):
             self._fail(plan, outcome)
             return
@@ -451,10 +450,10 @@ class PlanBook:
     def fail_all(self, error: ErrorReply) -> None:
         """The group is down: answer everything that waits."""
         for micro_batch in self._micro_batches:
-            for plan in (*micro_batch.waiting, micro_batch.current):
-                if plan is not None and plan.status in (PlanStatus.WAITING, PlanStatus.POSTED):
-                    self._fail(plan, error)
+            for plan in (*micro_batch.waiting, *micro_batch.unsettled):
+                self._fail(plan, error)
             micro_batch.waiting.clear()
+            micro_batch.unsettled.clear()
 
 
 def not_open(plan: PlanState) -> StaleCallError:

@@ -55,6 +55,9 @@ class RuntimeLike(Protocol):
     @property
     def policy(self) -> PathPolicy: ...
 
+    @property
+    def next_sequence(self) -> int: ...
+
     def stage_policy(self, policy: PathPolicy) -> None: ...
 
     def forward(
@@ -108,10 +111,11 @@ class RankState:
         *,
         policy: PathPolicy,
         rings: Sequence[RingConsumer] = (),
-        settings: LoopSettings = LoopSettings(),
+        settings: LoopSettings | None = None,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        settings = settings or LoopSettings()
         self.board = board
         self.rank = rank
         self.rings = list(rings)
@@ -260,7 +264,7 @@ class StepLoop:
         runtime: RuntimeLike,
         rings: Sequence[RingConsumer],
         *,
-        settings: LoopSettings = LoopSettings(),
+        settings: LoopSettings | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.board = board
@@ -268,7 +272,7 @@ class StepLoop:
         self._runtime = runtime
         self._lock = threading.Lock()
         # A warm-up has used sequences of the runtime already: the group's order goes on above them.
-        board.raise_sequence(getattr(runtime, "next_sequence", 0))
+        board.raise_sequence(runtime.next_sequence)
         self.state = RankState(
             board,
             rank,
@@ -285,15 +289,18 @@ class StepLoop:
         self._stopping = False
         self._in_forward = False
         self._ended = threading.Event()
+        self._ended.set()
         self.failure: BaseException | None = None
         """What ended the loop, if it was a bug."""
 
     def start(self) -> None:
         """Run on a thread of its own."""
+        self._ended.clear()
         threading.Thread(target=self.run, name=f"step-loop-{self.rank}", daemon=True).start()
 
     def run(self) -> None:
         """Be the device thread, until `stop`: for a thread that opened the runtime itself. Raises nothing."""
+        self._ended.clear()
         stand_in = threading.Thread(target=self._stand_in_run, name=f"stand-in-{self.rank}", daemon=True)
         stand_in.start()
         try:
