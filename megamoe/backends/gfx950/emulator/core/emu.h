@@ -65,7 +65,8 @@ struct Wave {
   u32 mask[LANES] __attribute__((aligned(64)));
   u64 mask_exec;
   u32 scc, mode, state, id, idx, num_rows, tmp_row, sleeping;
-  u64 pc, executed, progress_at, polls, parked_change, poll_addr, poll_value, poll_pc;
+  u64 pc, executed, polls, poll_change, parked_change, poll_addr, poll_value, poll_pc;
+  struct { u64 addr, value, pc; } seen[32]; /* recent loads: an equal one again is a poll */
   u8 *scratch;
   Group *group;
   Launch *launch;
@@ -123,8 +124,8 @@ struct Machine {
   u32 num_ready, cap_ready;
   Fault fault;
   Finding findings[MAX_FINDINGS];
-  u32 num_findings;
-  u64 num_findings_total;
+  u32 num_findings, num_live, quiet, next_pick;
+  u64 num_findings_total, picks_at, picks, last_change;
   struct RaceState *races;
 };
 

@@ -31,7 +31,7 @@ static inline float hround(double x) { return half_to_f(f_to_half((float)x)); }
   X(v_fract_f16, 1, 0, a - floorf(a)) X(v_frexp_mant_f16, 1, 0, hmant(a)) X(v_sin_f16, 1, 0, sinf(6.2831853f * a)) X(v_cos_f16, 1, 0, cosf(6.2831853f * a))
 #define DEF_HALF(name, n, keep, e) static void op_##name(Wave *w, const Inst *i) { float fa[LANES], fb[LANES], fc[LANES]; u32 r[LANES]; \
   unsigned old = denormals_on(); half_source(w, i, 0, fa); if (n > 1) half_source(w, i, 1, fb); if (n > 2) half_source(w, i, 2, fc); \
-  for (int l = 0; l < LANES; l++) { float a = fa[l], b = n > 1 ? fb[l] : 0, c = n > 2 ? fc[l] : 0; (void)b; (void)c; r[l] = f_to_half(e); } \
+  for (int l = 0; l < LANES; l++) { float a = fa[l], b = n > 1 ? fb[l] : 0, c = n > 2 ? fc[l] : 0; (void)a; (void)b; (void)c; r[l] = f_to_half(e); } \
   half_result(w, i, r, keep); denormals_back(old); }
 HALF_LIST(DEF_HALF)
 static void op_v_mac_f16(Wave *w, const Inst *i) {

@@ -56,8 +56,8 @@ FROM8_LIST(DEF_FROM8)
   merge_row(w, w->v[i->dst.idx], r[0]); merge_row(w, w->v[i->dst.idx + 1], r[1]); }
 FROM8PK_LIST(DEF_FROM8PK)
 #define TO8_LIST(X) X(v_cvt_pk_fp8_f32, to_fp8) X(v_cvt_pk_bf8_f32, to_bf8)
-#define DEF_TO8(name, f) static void op_##name(Wave *w, const Inst *i) { BEGIN2(f) int at = i->opsel & 8 ? 16 : 0; u64 e = exec_of(w); \
-  for (int l = 0; l < LANES; l++) if (e >> l & 1) { u32 x = f(w, as_f(A[l])) | f(w, as_f(B[l])) << 8; STORE((D[l] & ~(0xffffu << at)) | x << at); } }
+#define DEF_TO8(name, to8) static void op_##name(Wave *w, const Inst *i) { BEGIN2(f) int at = i->opsel & 8 ? 16 : 0; u64 e = exec_of(w); \
+  for (int l = 0; l < LANES; l++) if (e >> l & 1) { u32 x = to8(w, as_f(A[l])) | to8(w, as_f(B[l])) << 8; STORE((D[l] & ~(0xffffu << at)) | x << at); } }
 TO8_LIST(DEF_TO8)
 
 /* Scaled, two values at a time from two floats: X(name, to, bits of one value). */
