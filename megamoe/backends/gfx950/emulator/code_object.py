@@ -140,6 +140,10 @@ class Kernel:
         """Most work-items in a workgroup."""
         return self._count(".max_flat_workgroup_size")
 
+    def line_of(self, offset: int) -> tuple[str, int] | None:
+        """Source file and line of the instruction at byte `offset`, where the code object says it."""
+        return self.lines.get(offset)
+
     @property
     def explicit_args(self) -> tuple[KernelArg, ...]:
         """Arguments that the caller gives."""

@@ -211,7 +211,7 @@ static int start_group(Machine *m, Launch *l) {
   return 1;
 }
 static int dispatch(Machine *m) {
-  int open = 0;
+  int open = 0, again = 0;
   while (m->first_open < m->num_launches && m->launches[m->first_open]->done) m->first_open++;
   for (u32 k = m->first_open; k < m->num_launches; k++) {
     Launch *l = m->launches[k];
@@ -227,9 +227,10 @@ static int dispatch(Machine *m) {
       l->done = 1;
       drop_launch_memory(m, l);
       m->change++;
-      k = m->first_open - 1; /* successors may start now */
+      again = 1;
     }
   }
+  if (again) return dispatch(m); /* successors may start now */
   return open;
 }
 static void end_group(Machine *m, Group *g) {
