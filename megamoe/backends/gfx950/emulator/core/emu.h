@@ -99,6 +99,7 @@ struct Launch {
   u32 *alloc_cache;
   Traffic traffic;
   struct Clock *clock;
+  u32 done_before; /* number of launches queued when it ended */
   u64 prologue;
 };
 
