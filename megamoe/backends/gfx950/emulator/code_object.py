@@ -189,7 +189,7 @@ class CodeObject:
         if not isinstance(meta, dict):
             raise CodeObjectError(f"metadata must be a map, got {type(meta).__name__}")
         target, version = meta.get("amdhsa.target"), meta.get("amdhsa.version")
-        if not isinstance(target, str) or not target.startswith("amdgcn-amd-amdhsa-") or "gfx950" not in target:
+        if not isinstance(target, str) or "-amd-amdhsa-" not in target or target.split("-")[-1].split(":")[0] != "gfx950":
             raise CodeObjectError(f"amdhsa.target must be gfx950 on amdhsa, got {target!r}")
         if not isinstance(version, list) or version[:1] != [1]:
             raise CodeObjectError(f"amdhsa.version must be 1.x, got {version!r}")

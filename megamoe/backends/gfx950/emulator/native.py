@@ -30,7 +30,10 @@ SGPR_BASE = 1024
 _FROM_MODS = set(_U8) - {"nsrc", "size", "bytes"}
 _F32, _F16, _F64 = 1, 2, 3
 _READS_DST = ("fmac", "v_mac", "dot2c", "dot4c", "dot8c", "fma_mixlo", "fma_mixhi", "v_writelane")
-_HANDLES_CLAMP = ("v_pk_", "v_add_i32", "v_sub_i32", "v_fma_mix")
+_HANDLES_CLAMP = (
+    "v_pk_", "v_fma_mix", "v_add_i32", "v_sub_i32", "v_add_i16", "v_sub_i16", "v_add_u32", "v_sub_u32", "v_subrev_u32",
+    "v_add_u16", "v_sub_u16", "v_subrev_u16",
+)  # fmt: skip
 
 
 class Finding(ctypes.Structure):

@@ -41,8 +41,7 @@ static void complete(Wave *w, int queue) {
   c->head[queue] = (c->head[queue] + 1) % MAX_PENDING;
   c->size[queue]--;
   clear_bits(c, p);
-  if (queue == 0) c->lds_done[1] = p->seq;
-  if (p->lds_time > c->lds_done[0]) c->lds_done[0] = p->lds_time;
+  if (queue == 0) c->dma_done = p->seq;
   if (queue == 0) race_complete(w, p);
   snapshot_drop(p->acquired);
 }
@@ -82,6 +81,18 @@ void check_wait(Wave *w, u32 simm) {
   while (c->size[1] > lgkm) complete(w, 1);
 }
 
+/* Time on the LDS clock up to which every LDS operation of a wave has been waited for. */
+u32 lds_done(const Wave *w) {
+  const WaveCheck *c = w->chk;
+  u32 done = w->group->chk->clock;
+  for (int q = 0; q < 2; q++)
+    for (u32 k = 0; k < c->size[q]; k++) {
+      u32 t = c->queue[q][(c->head[q] + k) % MAX_PENDING].lds_time;
+      if (t && t - 1 < done) done = t - 1;
+    }
+  return done;
+}
+
 /* LDS. Time is the workgroup's count of LDS operations; `known` is what every wave had waited for at the last barrier. */
 void check_group_start(Group *g) {
   g->chk = calloc(1, sizeof *g->chk);
@@ -102,7 +113,7 @@ static void check_cell(Wave *w, const Inst *i, LdsCell *x, u32 address, int writ
   if (x->w_time && !(write == 2 && x->w_flags & 2)) {
     if (x->w_wave != self) {
       if (on && !ordered_write(g, x)) add_finding(w, i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
-    } else if (x->w_flags & 1 && x->w_time > w->chk->lds_done[1] && !dma && w->machine->detect & DETECT_WAITS) {
+    } else if (x->w_flags & 1 && x->w_time > w->chk->dma_done && !dma && w->machine->detect & DETECT_WAITS) {
       add_finding(w, i, FOUND_LDS_WAIT, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
     }
   }

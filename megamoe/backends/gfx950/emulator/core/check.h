@@ -25,7 +25,7 @@ struct WaveCheck {
   Pending queue[2][MAX_PENDING]; /* vm, lgkm */
   u32 head[2], size[2];
   u32 id, seq, slot; /* global id, own operation count, index in the workgroup */
-  u32 lds_done[2];   /* operations of the workgroup's LDS clock that this wave has waited for: lgkm, vm */
+  u32 dma_done;      /* own operation number up to which loads into LDS have been waited for */
   u32 level[NUM_LEVELS][MAX_MATES];
   Clock known, acquired, performed; /* visible; acquired but not yet behind a buffer_inv; performed beyond these */
   u32 acquired_scope;
@@ -60,6 +60,7 @@ static inline u32 clock_get(const Clock *a, u32 id) { return id < a->n ? a->c[id
 void clock_copy(Clock *a, const Clock *b);
 void clock_free(Clock *a);
 void snapshot_drop(Snapshot *s);
+u32 lds_done(const Wave *w);
 void race_complete(Wave *w, Pending *p);
 void add_finding(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u32 o_group, u32 o_wave, u32 o_inst, u32 o_write);
 enum { FOUND_REGISTER = 1, FOUND_LDS_RACE, FOUND_LDS_WAIT, FOUND_GLOBAL_RACE };

@@ -192,8 +192,8 @@ void check_barrier(Group *g) {
     if (!g->waves[k]) continue;
     WaveCheck *c = g->waves[k]->chk;
     c->level[LV_SEEN][c->slot] = c->seq;
-    lds->known[0][c->slot] = c->lds_done[0];
-    lds->known[1][c->slot] = c->lds_done[1];
+    lds->known[0][c->slot] = lds_done(g->waves[k]);
+    lds->known[1][c->slot] = c->dma_done;
     for (int level = 0; level < NUM_LEVELS; level++) for (u32 m = 0; m < MAX_MATES; m++) if (top[level][m] < c->level[level][m]) top[level][m] = c->level[level][m];
     if (lds->news) { clock_join(&known, &c->known); clock_join(&acquired, &c->acquired); clock_join(&performed, &c->performed); if (scope < c->acquired_scope) scope = c->acquired_scope; }
   }

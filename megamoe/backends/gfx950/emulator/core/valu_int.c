@@ -42,7 +42,7 @@ static inline u32 perm(u32 a, u32 b, u32 sel) {
 ONE_LIST(DEF_V1)
 
 #define TWO_LIST(X) \
-  X(v_add_u32, i, a + b) X(v_sub_u32, i, a - b) X(v_subrev_u32, i, b - a) X(v_and_b32, i, a & b) X(v_or_b32, i, a | b) \
+  X(v_add_u32, i, i->clamp && a + b < a ? ~0u : a + b) X(v_sub_u32, i, i->clamp && a < b ? 0 : a - b) X(v_subrev_u32, i, i->clamp && b < a ? 0 : b - a) X(v_and_b32, i, a & b) X(v_or_b32, i, a | b) \
   X(v_xor_b32, i, a ^ b) X(v_xnor_b32, i, ~(a ^ b)) X(v_lshlrev_b32, i, b << (a & 31)) X(v_lshrrev_b32, i, b >> (a & 31)) \
   X(v_ashrrev_i32, i, (u32)((i32)b >> (a & 31))) X(v_mul_lo_u32, i, a * b) X(v_mul_hi_u32, i, (u32)((u64)a * b >> 32)) \
   X(v_mul_hi_i32, i, (u32)((i64)(i32)a * (i32)b >> 32)) X(v_mul_u32_u24, i, u24(a) * u24(b)) X(v_mul_i32_i24, i, (u32)(s24(a) * s24(b))) \
@@ -55,8 +55,9 @@ ONE_LIST(DEF_V1)
   X(v_mbcnt_hi_u32_b32, i, (u32)__builtin_popcount(a & (l < 32 ? 0 : (1u << (l & 31)) - 1)) + b) \
   X(v_cvt_pk_u16_u32, i, min_u(a, 0xffff) | min_u(b, 0xffff) << 16) \
   X(v_cvt_pk_i16_i32, i, (sat((i32)a, -32768, 32767) & 0xffff) | sat((i32)b, -32768, 32767) << 16) \
-  X(v_add_u16, i, (a + b) & 0xffff) X(v_sub_u16, i, (a - b) & 0xffff) X(v_subrev_u16, i, (b - a) & 0xffff) X(v_mul_lo_u16, i, (a * b) & 0xffff) \
-  X(v_add_i16, i, (a + b) & 0xffff) X(v_sub_i16, i, (a - b) & 0xffff) \
+  X(v_add_u16, i, i->clamp ? sat((i64)(a & 0xffff) + (b & 0xffff), 0, 65535) : (a + b) & 0xffff) X(v_sub_u16, i, i->clamp ? sat((i64)(a & 0xffff) - (b & 0xffff), 0, 65535) : (a - b) & 0xffff) \
+  X(v_subrev_u16, i, i->clamp ? sat((i64)(b & 0xffff) - (a & 0xffff), 0, 65535) : (b - a) & 0xffff) X(v_mul_lo_u16, i, (a * b) & 0xffff) \
+  X(v_add_i16, i, (i->clamp ? sat((i64)(int16_t)a + (int16_t)b, -32768, 32767) : a + b) & 0xffff) X(v_sub_i16, i, (i->clamp ? sat((i64)(int16_t)a - (int16_t)b, -32768, 32767) : a - b) & 0xffff) \
   X(v_lshlrev_b16, i, (b << (a & 15)) & 0xffff) X(v_lshrrev_b16, i, (b & 0xffff) >> (a & 15)) \
   X(v_ashrrev_i16, i, (u32)((int16_t)b >> (a & 15)) & 0xffff) X(v_max_u16, i, max_u(a & 0xffff, b & 0xffff)) X(v_min_u16, i, min_u(a & 0xffff, b & 0xffff)) \
   X(v_max_i16, i, (u32)max_i((int16_t)a, (int16_t)b) & 0xffff) X(v_min_i16, i, (u32)min_i((int16_t)a, (int16_t)b) & 0xffff)
