@@ -153,11 +153,12 @@ ATOMIC64_LIST(DEF_STEP64)
 static void atomic_lanes(Wave *w, const Inst *i, const u64 *addr, u64 exec, int vdata, Step32 f32, Step64 f64, int is_flat) {
   int bytes = f64 ? 8 : 4;
   u32 keep[2][LANES];
+  for (int l = 0; l < LANES; l++)
+    if (exec >> l & 1 && addr[l] % (u64)bytes) { fault(w, i, FAULT_MEMORY, addr[l], l, "atomic at %#llx is not aligned to %d bytes", (unsigned long long)addr[l], bytes); return; }
   if (!check_lanes(w, i, addr, exec, bytes, 1)) return;
   int changed = 0, first = exec ? __builtin_ctzll(exec) : 0;
   for (int l = 0; l < LANES; l++) {
     if (!(exec >> l & 1)) continue;
-    if (addr[l] % (u64)bytes) { fault(w, i, FAULT_MEMORY, addr[l], l, "atomic at %#llx is not aligned to %d bytes", (unsigned long long)addr[l], bytes); return; }
     if (w->chk) check_global(w, i, addr[l], bytes, 1, 1, i->scope);
     if (f32) {
       u32 *p = (u32 *)(uintptr_t)addr[l], d = w->v[vdata][l], cmp = f32 == step_cmpswap ? w->v[vdata + 1][l] : 0, o = __atomic_load_n(p, __ATOMIC_SEQ_CST), n;

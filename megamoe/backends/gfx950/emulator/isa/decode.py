@@ -243,6 +243,7 @@ def _scaled_mfma(offset: int, w: Words) -> Instruction:
         raise DecodeError(f"a scale prefix at byte {offset:#x} must stand before f8f6f4, got {out.mnemonic}")
     out.offset, out.size = offset, 16
     out.mnemonic = out.mnemonic.replace("v_mfma_", "v_mfma_scale_")
+    out.mods.pop("abid")  # its lowest bit only says that a prefix stands before
     out.mods.update(opsel=w[0] >> 11 & 3, opsel_hi=w[1] >> 27 & 3)
     out.srcs += [source(w[1] & 0x1FF, 1, "f", None), source(w[1] >> 9 & 0x1FF, 1, "f", None)]
     return out

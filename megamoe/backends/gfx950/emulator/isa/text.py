@@ -104,7 +104,8 @@ def _vector_modifiers(i: Instruction) -> str:
     mods, out, count = i.mods, "", len(i.srcs)
     mfma = i.mnemonic.startswith("v_mfma")
     if i.encoding == "VOP3P" and not mfma and "accvgpr" not in i.mnemonic:
-        sel, high, full = mods.get("opsel", 0), mods.get("opsel_hi", 0), (1 << count) - 1
+        full = (1 << count) - 1
+        sel, high = mods.get("opsel", 0), mods.get("opsel_hi", 0) & full
         mix = "mix" in i.mnemonic
         if sel:
             out += f" op_sel:{_bits(sel, count)}"
