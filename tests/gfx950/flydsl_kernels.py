@@ -1,7 +1,9 @@
 """FlyDSL kernels for the tests: a scaled-MFMA GEMM, an exchange between ranks, loads straight into LDS."""
 
+# ruff: noqa: E501  (tables of cases read best with one case a line)
+
 # mypy: ignore-errors
-# ruff: noqa: E402
+# ruff: noqa: E402, B008
 
 from .toolchain import prepare_flydsl
 
@@ -15,7 +17,8 @@ from flydsl.expr.typing import Vector as Vec
 
 def pointer(address, kind, alignment):
     return fx.inttoptr(
-        fx.PointerType.get(elem_ty=kind.ir_type, address_space=fx.AddressSpace.Global, alignment=alignment), address
+        fx.PointerType.get(elem_ty=kind.ir_type, address_space=fx.AddressSpace.Global, alignment=alignment),
+        address,
     )
 
 
@@ -25,7 +28,9 @@ class TileLds:
 
 
 @flyc.kernel(known_block_size=[64, 1, 1])
-def mx_gemm(A: fx.Int64, B: fx.Int64, SA: fx.Int64, SB: fx.Int64, C: fx.Int64, N: fx.Int32, K: fx.Constexpr[int]):
+def mx_gemm(
+    A: fx.Int64, B: fx.Int64, SA: fx.Int64, SB: fx.Int64, C: fx.Int64, N: fx.Int32, K: fx.Constexpr[int]
+):
     """One wave per 16x16 tile: A MXFP8 through LDS, B MXFP4, E8M0 scales, bf16 out."""
     lane = fx.thread_idx.x
     tile_m, tile_n = fx.block_idx.x, fx.block_idx.y
@@ -43,18 +48,30 @@ def mx_gemm(A: fx.Int64, B: fx.Int64, SA: fx.Int64, SB: fx.Int64, C: fx.Int64, N
         fx.generic_store(slot + 4, fx.generic_load(a + (at + 16), count=4))
         gpu.barrier()
         low, high = fx.generic_load(slot, count=4), fx.generic_load(slot + 4, count=4)
-        left = Vec.from_elements([low[i] for i in range_constexpr(4)] + [high[i] for i in range_constexpr(4)], fx.Int32)
-        four = fx.generic_load(b + ((tile_n * 16 + row) * (K // 8) + k * 16 + quarter * 4), count=4, nontemporal=True)
+        left = Vec.from_elements(
+            [low[i] for i in range_constexpr(4)] + [high[i] for i in range_constexpr(4)], fx.Int32
+        )
+        four = fx.generic_load(
+            b + ((tile_n * 16 + row) * (K // 8) + k * 16 + quarter * 4), count=4, nontemporal=True
+        )
         pad = fx.Int32(0)
         right = Vec.from_elements([four[i] for i in range_constexpr(4)] + [pad, pad, pad, pad], fx.Int32)
-        sa = fx.Int32(fx.generic_load(scale_a + ((tile_m * 16 + row) * (K // 32) + k * 4 + quarter), dtype=fx.Uint8))
-        sb = fx.Int32(fx.generic_load(scale_b + ((tile_n * 16 + row) * (K // 32) + k * 4 + quarter), dtype=fx.Uint8))
+        sa = fx.Int32(
+            fx.generic_load(scale_a + ((tile_m * 16 + row) * (K // 32) + k * 4 + quarter), dtype=fx.Uint8)
+        )
+        sb = fx.Int32(
+            fx.generic_load(scale_b + ((tile_n * 16 + row) * (K // 32) + k * 4 + quarter), dtype=fx.Uint8)
+        )
         result = rocdl.mfma_scale_f32_16x16x128_f8f6f4(
             Vec.make_type(4, fx.Float32), [left, right, acc, 0, 4, 0, sa, 0, sb]
         )
         gpu.barrier()
         res = yield [Vec(result, (4,), fx.Float32)]
-    out = Vec(res, (4,), fx.Float32) if not isinstance(res, (list, tuple, Vec)) else (res[0] if isinstance(res, (list, tuple)) else res)
+    out = (
+        Vec(res, (4,), fx.Float32)
+        if not isinstance(res, (list, tuple, Vec))
+        else (res[0] if isinstance(res, (list, tuple)) else res)
+    )
     c = pointer(C, fx.BFloat16, 2)
     for i in range_constexpr(4):
         fx.generic_store(c + ((tile_m * 16 + quarter * 4 + i) * N + tile_n * 16 + row), fx.BFloat16(out[i]))
@@ -62,14 +79,28 @@ def mx_gemm(A: fx.Int64, B: fx.Int64, SA: fx.Int64, SB: fx.Int64, C: fx.Int64, N
 
 @flyc.jit
 def launch_mx_gemm(
-    A: fx.Int64, B: fx.Int64, SA: fx.Int64, SB: fx.Int64, C: fx.Int64, M: fx.Int32, N: fx.Int32, K: fx.Constexpr[int],
+    A: fx.Int64,
+    B: fx.Int64,
+    SA: fx.Int64,
+    SB: fx.Int64,
+    C: fx.Int64,
+    M: fx.Int32,
+    N: fx.Int32,
+    K: fx.Constexpr[int],
     stream: fx.Stream = fx.Stream(None),
 ):
     mx_gemm(A, B, SA, SB, C, N, K).launch(grid=(M // 16, N // 16, 1), block=(64, 1, 1), stream=stream)
 
 
 @flyc.kernel(known_block_size=[256, 1, 1])
-def exchange(table: fx.Int64, source: fx.Int64, out: fx.Int64, rank: fx.Int32, epoch: fx.Int32, num_ranks: fx.Constexpr[int]):
+def exchange(
+    table: fx.Int64,
+    source: fx.Int64,
+    out: fx.Int64,
+    rank: fx.Int32,
+    epoch: fx.Int32,
+    num_ranks: fx.Constexpr[int],
+):
     """Workgroup p copies 4 KiB to slot `rank` of peer p, raises that peer's flag, waits for peer p's, and copies its slot out."""
     item, peer = fx.thread_idx.x, fx.block_idx.x
     table_ptr = pointer(table, fx.Int64, 8)
@@ -95,10 +126,17 @@ def exchange(table: fx.Int64, source: fx.Int64, out: fx.Int64, rank: fx.Int32, e
 
 @flyc.jit
 def launch_exchange(
-    table: fx.Int64, source: fx.Int64, out: fx.Int64, rank: fx.Int32, epoch: fx.Int32, num_ranks: fx.Constexpr[int],
+    table: fx.Int64,
+    source: fx.Int64,
+    out: fx.Int64,
+    rank: fx.Int32,
+    epoch: fx.Int32,
+    num_ranks: fx.Constexpr[int],
     stream: fx.Stream = fx.Stream(None),
 ):
-    exchange(table, source, out, rank, epoch, num_ranks).launch(grid=(num_ranks, 1, 1), block=(256, 1, 1), stream=stream)
+    exchange(table, source, out, rank, epoch, num_ranks).launch(
+        grid=(num_ranks, 1, 1), block=(256, 1, 1), stream=stream
+    )
 
 
 @fx.struct
@@ -118,7 +156,11 @@ def dma(A: fx.Int64, C: fx.Int64):
     rocdl.asyncmark()
     rocdl.wait_asyncmark(0)
     gpu.barrier()
-    fx.generic_store(pointer(C, fx.Int32, 16) + item * 4, fx.generic_load(lds.a.ptr + (255 - item) * 4, count=4), nontemporal=True)
+    fx.generic_store(
+        pointer(C, fx.Int32, 16) + item * 4,
+        fx.generic_load(lds.a.ptr + (255 - item) * 4, count=4),
+        nontemporal=True,
+    )
 
 
 @flyc.jit

@@ -1,5 +1,7 @@
 """The decoder against LLVM: what it writes as text, LLVM's assembler turns back into the same bytes."""
 
+# ruff: noqa: E501  (tables of cases read best with one case a line)
+
 from __future__ import annotations
 
 import pytest
@@ -28,20 +30,40 @@ def _words(*words: int) -> bytes:
 
 def _scalar_words() -> list[bytes]:
     out = [_words(2 << 30 | op << 23 | 20 << 16 | 40 << 8 | 30) for op in scalar.SOP2]
-    out += [_words(0x17D << 23 | (20 if r.widths[0] else 0) << 16 | op << 8 | (30 if r.widths[1] else 0)) for op, r in scalar.SOP1.items()]
+    out += [
+        _words(0x17D << 23 | (20 if r.widths[0] else 0) << 16 | op << 8 | (30 if r.widths[1] else 0))
+        for op, r in scalar.SOP1.items()
+    ]
     out += [_words(0x17E << 23 | op << 16 | 40 << 8 | 30) for op in scalar.SOPC]
-    out += [_words(0x30 << 26 | op << 18 | 1 << 17 | 20 << 6 | 4, 0x1234) for op, r in scalar.SMEM.items() if r.widths[0] and "time" not in r.mnemonic]
+    out += [
+        _words(0x30 << 26 | op << 18 | 1 << 17 | 20 << 6 | 4, 0x1234)
+        for op, r in scalar.SMEM.items()
+        if r.widths[0] and "time" not in r.mnemonic
+    ]
     return out
 
 
 def _vector_words() -> list[bytes]:
-    out = [_words(0x3F << 25 | 20 << 17 | op << 9 | 256 + 30) for op, r in vector.VOP1.items() if r.widths[0] and r.mnemonic != "v_accvgpr_mov_b32"]
-    out += [_words(op << 25 | 20 << 17 | 40 << 9 | 256 + 30) for op, r in vector.VOP2.items() if "mk_" not in r.mnemonic and "ak_" not in r.mnemonic]
+    out = [
+        _words(0x3F << 25 | 20 << 17 | op << 9 | 256 + 30)
+        for op, r in vector.VOP1.items()
+        if r.widths[0] and r.mnemonic != "v_accvgpr_mov_b32"
+    ]
+    out += [
+        _words(op << 25 | 20 << 17 | 40 << 9 | 256 + 30)
+        for op, r in vector.VOP2.items()
+        if "mk_" not in r.mnemonic and "ak_" not in r.mnemonic
+    ]
     out += [_words(0x3E << 25 | op << 17 | 40 << 9 | 256 + 30) for op in vector.VOPC]
     for op, r in vector.VOP3.items():
         step = 32 if max(r.widths) > 8 else 10
-        at = [256 + 20 + step * (k + 1) if not (k + 1 < len(r.scalar) and r.scalar[k + 1]) else 20 + 10 * k for k in range(3)]
-        given = sum(1 for w in r.widths[1:] if w) - (1 if len(r.widths) > 1 and r.scalar[1] and r.mnemonic != "v_writelane_b32" else 0)
+        at = [
+            256 + 20 + step * (k + 1) if not (k + 1 < len(r.scalar) and r.scalar[k + 1]) else 20 + 10 * k
+            for k in range(3)
+        ]
+        given = sum(1 for w in r.widths[1:] if w) - (
+            1 if len(r.widths) > 1 and r.scalar[1] and r.mnemonic != "v_writelane_b32" else 0
+        )
         if len(r.widths) > 1 and r.scalar[1] and r.mnemonic != "v_writelane_b32":
             at = [256 + 20 + 10 * (k + 1) for k in range(3)]
         srcs = sum((at[k] if k < given else 0) << 9 * k for k in range(3))
@@ -54,7 +76,9 @@ def _matrix_words() -> list[bytes]:
     out = []
     for op, r in matrix.VOP3P.items():
         if "mfma" in r.mnemonic:
-            out.append(_words(0x1A7 << 23 | op << 16 | 1 << 15 | 4, 256 + 64 | (256 + 96) << 9 | (256 + 128) << 18))
+            out.append(
+                _words(0x1A7 << 23 | op << 16 | 1 << 15 | 4, 256 + 64 | (256 + 96) << 9 | (256 + 128) << 18)
+            )
         elif "mix" not in r.mnemonic:
             count = len(r.widths) - 1
             srcs = sum((256 + 30 + 10 * k) << 9 * k for k in range(count))
@@ -66,17 +90,38 @@ def _memory_words() -> list[bytes]:
     out = []
     for op, r in memory.DS.items():
         d, a, x, y = r.widths
-        out.append(_words(0x36 << 26 | op << 17 | 8, (30 if a else 0) | (40 if x else 0) << 8 | (50 if y else 0) << 16 | (20 if d else 0) << 24))
+        out.append(
+            _words(
+                0x36 << 26 | op << 17 | 8,
+                (30 if a else 0) | (40 if x else 0) << 8 | (50 if y else 0) << 16 | (20 if d else 0) << 24,
+            )
+        )
     for op, r in memory.FLAT.items():
         width, data = r.widths
         atomic = 1 << 16 if "atomic" in r.mnemonic else 0
         for segment, saddr in ((2, 0x7F), (2, 6), (0, 0)):
-            if (segment == 0 and "lds" in r.mnemonic) or (segment == 0 and "f64" in r.mnemonic and "add" not in r.mnemonic):
+            if (segment == 0 and "lds" in r.mnemonic) or (
+                segment == 0 and "f64" in r.mnemonic and "add" not in r.mnemonic
+            ):
                 continue
-            out.append(_words(0x37 << 26 | op << 18 | segment << 14 | atomic | 16, 30 | (40 if data else 0) << 8 | saddr << 16 | (20 if width else 0) << 24))
+            out.append(
+                _words(
+                    0x37 << 26 | op << 18 | segment << 14 | atomic | 16,
+                    30 | (40 if data else 0) << 8 | saddr << 16 | (20 if width else 0) << 24,
+                )
+            )
     for op, r in memory.MUBUF.items():
         if r.widths != (0, 0) and "format" not in r.mnemonic:
-            out.append(_words(0x38 << 26 | op << 18 | 1 << 12 | 1 << 14 * (1 if "atomic" in r.mnemonic else 0) & ~1 | 16, 30 | 20 << 8 | 1 << 16 | 0x80 << 24))
+            out.append(
+                _words(
+                    0x38 << 26
+                    | op << 18
+                    | 1 << 12
+                    | 1 << 14 * (1 if "atomic" in r.mnemonic else 0) & ~1
+                    | 16,
+                    30 | 20 << 8 | 1 << 16 | 0x80 << 24,
+                )
+            )
     return out
 
 

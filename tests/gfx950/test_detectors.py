@@ -1,12 +1,18 @@
 """Each detector catches its fault: correct kernels give no report, and the same kernel with one line removed gives one."""
 
+# ruff: noqa: E501  (tables of cases read best with one case a line)
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
 from megamoe.backends.gfx950.emulator.device import DeviceConfig, DeviceGroup
-from megamoe.backends.gfx950.emulator.errors import DeadlockError, MemoryFaultError, UnimplementedInstructionError
+from megamoe.backends.gfx950.emulator.errors import (
+    DeadlockError,
+    MemoryFaultError,
+    UnimplementedInstructionError,
+)
 
 from .assembly import kernel_of, without
 
@@ -126,8 +132,12 @@ global_store_dword v1, v6, s[10:11]""".splitlines()
 
 
 def _message(dropped: str, *, scope: str = "sc0 sc1", seed: int = 1) -> tuple[list[str], bool]:
-    pick = [dropped if any(f"# {dropped}" in line for line in lines) else "" for lines in (PRODUCER, CONSUMER)]
-    producer = kernel_of(without(PRODUCER, pick[0]).replace("wbl2 sc0 sc1", f"wbl2 {scope}"), num_args=3, name="producer")
+    pick = [
+        dropped if any(f"# {dropped}" in line for line in lines) else "" for lines in (PRODUCER, CONSUMER)
+    ]
+    producer = kernel_of(
+        without(PRODUCER, pick[0]).replace("wbl2 sc0 sc1", f"wbl2 {scope}"), num_args=3, name="producer"
+    )
     consumer = kernel_of(without(CONSUMER, pick[1]), num_args=3, name="consumer")
     with DeviceGroup(DeviceConfig.checked(num_ranks=2, seed=seed)) as group:
         heap, out = group.symmetric_heap(1024), group.devices[1].allocate(512)
@@ -143,10 +153,14 @@ def test_released_message_between_ranks_has_no_report(seed: int) -> None:
     assert _message("", seed=seed) == ([], True)
 
 
-@pytest.mark.parametrize("dropped", ["store wait", "producer barrier", "release", "release wait", "acquire", "flag wait"])
+@pytest.mark.parametrize(
+    "dropped", ["store wait", "producer barrier", "release", "release wait", "acquire", "flag wait"]
+)
 def test_unordered_message_between_ranks_is_reported(dropped: str) -> None:
     texts = [text for seed in range(1, 5) for text in _message(dropped, seed=seed)[0]]
-    assert any("global-memory race: consumer" in text and "producer" in text and "heap[1]" in text for text in texts), texts
+    assert any(
+        "global-memory race: consumer" in text and "producer" in text and "heap[1]" in text for text in texts
+    ), texts
 
 
 def test_device_scope_is_too_narrow_between_ranks() -> None:
@@ -155,12 +169,18 @@ def test_device_scope_is_too_narrow_between_ranks() -> None:
 
 
 def test_flag_without_cache_bits_is_reported() -> None:
-    kernel = kernel_of(without([line.replace("s[6:7] sc0 sc1", "s[6:7]") for line in PRODUCER], ""), num_args=3, name="producer")
+    kernel = kernel_of(
+        without([line.replace("s[6:7] sc0 sc1", "s[6:7]") for line in PRODUCER], ""),
+        num_args=3,
+        name="producer",
+    )
     consumer = kernel_of(without(CONSUMER, ""), num_args=3, name="consumer")
     with DeviceGroup(DeviceConfig.checked(num_ranks=2, seed=1)) as group:
         heap, out = group.symmetric_heap(1024), group.devices[1].allocate(512)
         for rank, one in ((1, consumer), (0, kernel)):
-            group.devices[rank].default_stream.launch(one, (1,), (128,), [heap[1].address, heap[1].address + 512, out.address])
+            group.devices[rank].default_stream.launch(
+                one, (1,), (128,), [heap[1].address, heap[1].address + 512, out.address]
+            )
         group.synchronize()
         assert any("global-memory race" in r.text for r in group.reports())
 
@@ -169,15 +189,21 @@ def test_a_missing_peer_is_a_deadlock_that_names_the_poll() -> None:
     consumer = kernel_of(without(CONSUMER, ""), num_args=3, name="consumer")
     with DeviceGroup(DeviceConfig(num_ranks=2)) as group:
         heap, out = group.symmetric_heap(1024), group.devices[1].allocate(512)
-        group.devices[1].default_stream.launch(consumer, (1,), (128,), [heap[1].address, heap[1].address + 512, out.address])
-        with pytest.raises(DeadlockError, match=r"2 waves cannot go on: consumer .* polls .*\(heap\[1\]\+512\) and sees 0x0"):
+        group.devices[1].default_stream.launch(
+            consumer, (1,), (128,), [heap[1].address, heap[1].address + 512, out.address]
+        )
+        with pytest.raises(
+            DeadlockError, match=r"2 waves cannot go on: consumer .* polls .*\(heap\[1\]\+512\) and sees 0x0"
+        ):
             group.synchronize()
 
 
 def test_a_barrier_that_one_wave_skips_is_a_deadlock() -> None:
     body = "v_readfirstlane_b32 s8, v0\ns_cmp_eq_u32 s8, 0\ns_cbranch_scc1 spin\ns_barrier\ns_endpgm\nspin:\ns_sleep 1\n"
     body += "global_load_dword v5, v3, s[6:7] sc0 sc1\ns_branch spin"
-    kernel = kernel_of("s_load_dwordx4 s[4:7], s[0:1], 0x0\nv_mov_b32_e32 v3, 0\ns_waitcnt lgkmcnt(0)\n" + body)
+    kernel = kernel_of(
+        "s_load_dwordx4 s[4:7], s[0:1], 0x0\nv_mov_b32_e32 v3, 0\ns_waitcnt lgkmcnt(0)\n" + body
+    )
     with DeviceGroup(DeviceConfig()) as group:
         flag = group.devices[0].allocate(64, "flag")
         group.devices[0].default_stream.launch(kernel, (1,), (128,), [0, flag.address])
@@ -188,7 +214,10 @@ def test_a_barrier_that_one_wave_skips_is_a_deadlock() -> None:
 @pytest.mark.parametrize(
     ("body", "match"),
     [
-        ("global_load_dword v5, v1, s[6:7] offset:4", "lane 63, at .*load of 4 bytes .* outside .*the buffer before it is target, 256 bytes"),
+        (
+            "global_load_dword v5, v1, s[6:7] offset:4",
+            "lane 63, at .*load of 4 bytes .* outside .*the buffer before it is target, 256 bytes",
+        ),
         ("global_store_dwordx4 v1, v[4:7], s[6:7]", "store of 16 bytes"),
         ("global_load_dword v5, v[2:3], off", "outside of every allocation"),
         ("ds_read_b32 v5, v1 offset:8", "LDS read of 4 bytes at 256"),
@@ -212,7 +241,9 @@ def test_addresses_out_of_range_are_errors(body: str, match: str) -> None:
 
 
 def test_memory_of_another_rank_is_private_unless_symmetric() -> None:
-    kernel = kernel_of("s_load_dwordx4 s[4:7], s[0:1], 0x0\nv_lshlrev_b32_e32 v1, 2, v0\ns_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v1, s[6:7]")
+    kernel = kernel_of(
+        "s_load_dwordx4 s[4:7], s[0:1], 0x0\nv_lshlrev_b32_e32 v1, 2, v0\ns_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v1, s[6:7]"
+    )
     with DeviceGroup(DeviceConfig(num_ranks=2)) as group:
         mine, shared = group.devices[1].allocate(256), group.symmetric_heap(256)
         group.devices[0].default_stream.launch(kernel, (1,), (64,), [0, shared[1].address])
@@ -226,5 +257,8 @@ def test_an_instruction_that_is_not_executed_is_named() -> None:
     kernel = kernel_of("v_cvt_sr_fp8_f32 v1, v2, v3")
     with DeviceGroup(DeviceConfig()) as group:
         group.devices[0].default_stream.launch(kernel, (1,), (64,), [0, 0])
-        with pytest.raises(UnimplementedInstructionError, match=r"kernel, workgroup 0, wave 0, at \+0x0 .*v_cvt_sr_fp8_f32 is not implemented"):
+        with pytest.raises(
+            UnimplementedInstructionError,
+            match=r"kernel, workgroup 0, wave 0, at \+0x0 .*v_cvt_sr_fp8_f32 is not implemented",
+        ):
             group.synchronize()

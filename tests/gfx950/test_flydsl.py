@@ -55,7 +55,9 @@ def test_scaled_gemm() -> None:
         assert handle is not None
         traffic = handle.traffic
     x = a.astype(np.float64) * np.repeat(2.0 ** (sa.astype(float) - 127), 32, 1)
-    y = np.stack([E2M1[b & 15], E2M1[b >> 4]], -1).reshape(n, k) * np.repeat(2.0 ** (sb.astype(float) - 127), 32, 1)
+    y = np.stack([E2M1[b & 15], E2M1[b >> 4]], -1).reshape(n, k) * np.repeat(
+        2.0 ** (sb.astype(float) - 127), 32, 1
+    )
     want = x @ y.T
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
     assert traffic.num_mfma == (m // 16) * (n // 16) * (k // 128)
@@ -70,7 +72,9 @@ def test_loads_into_lds() -> None:
     with DeviceGroup(DeviceConfig.checked(seed=4)) as group:
         device = group.devices[0]
         x, y = device.upload(np.arange(1024, dtype=np.int32)), device.allocate(4096)
-        handle = device.default_stream.launch(flydsl_kernel(fk.launch_dma), (1,), (256,), [x.address, y.address])
+        handle = device.default_stream.launch(
+            flydsl_kernel(fk.launch_dma), (1,), (256,), [x.address, y.address]
+        )
         group.synchronize()
         assert group.reports() == []
         np.testing.assert_array_equal(y.view(np.int32), np.arange(1024).reshape(256, 4)[::-1].reshape(-1))
@@ -84,7 +88,9 @@ def run_exchange(kernel: Kernel, seed: int, *, epochs: tuple[int, ...] = (1,)) -
         heap = group.symmetric_heap(4096 * R + 4 * R)
         words = [np.arange(1024, dtype=np.int32) + 10000 * rank for rank in range(R)]
         outs = [device.allocate(4096 * R, f"out[{device.rank}]") for device in group.devices]
-        tables = [device.upload(np.array([h.address for h in heap], np.uint64), "table") for device in group.devices]
+        tables = [
+            device.upload(np.array([h.address for h in heap], np.uint64), "table") for device in group.devices
+        ]
         sources = [device.upload(words[device.rank], "source") for device in group.devices]
         for epoch in epochs:
             for rank, device in enumerate(group.devices):
@@ -112,9 +118,16 @@ def test_every_fence_wait_and_barrier_of_the_exchange_is_needed() -> None:
     code = kernel.instructions
     first_store = next(k for k, one in enumerate(code) if one.mnemonic.startswith("global_store"))
     # The release fence and the release store each write back, so only without both is something missing.
-    cases = [[one for one in code if one.mnemonic == "buffer_wbl2"], [one for one in code if one.mnemonic == "buffer_inv"]]
+    cases = [
+        [one for one in code if one.mnemonic == "buffer_wbl2"],
+        [one for one in code if one.mnemonic == "buffer_inv"],
+    ]
     cases += [[one] for one in code if one.mnemonic == "s_barrier"]
-    cases += [[code[k]] for k in range(first_store + 1, len(code)) if code[k].mnemonic == "s_waitcnt" and "load" in code[k - 1].mnemonic]
+    cases += [
+        [code[k]]
+        for k in range(first_store + 1, len(code))
+        if code[k].mnemonic == "s_waitcnt" and "load" in code[k - 1].mnemonic
+    ]
     assert len(cases) >= 5
     for dropped in cases:
         reports = [r for seed in (1, 2, 3) for r in run_exchange(_mutant(kernel, dropped), seed)[0]]

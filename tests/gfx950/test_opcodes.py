@@ -1,5 +1,7 @@
 """Opcode families against numpy's statement of the ISA, on the same random words."""
 
+# ruff: noqa: E501  (tables of cases read best with one case a line)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -106,7 +108,15 @@ def _perm(a: int, b: int, sel: int) -> int:
     data, out = a << 32 | b, 0
     for k in range(4):
         s = sel >> 8 * k & 255
-        byte = data >> 8 * s & 255 if s < 8 else (255 if data >> (16 * (s - 8) + 15) & 1 else 0) if s < 12 else 0 if s == 12 else 255
+        byte = (
+            data >> 8 * s & 255
+            if s < 8
+            else (255 if data >> (16 * (s - 8) + 15) & 1 else 0)
+            if s < 12
+            else 0
+            if s == 12
+            else 255
+        )
         out |= byte << 8 * k
     return out
 
@@ -163,7 +173,9 @@ DOUBLE: dict[str, Fn] = {
     "v_fma_f64 v[40:41], v[10:11], 2.0, v[12:13]": lambda a, b: a * 2 + b,
     "v_max_f64 v[40:41], v[10:11], v[12:13]": np.maximum,
     "v_floor_f64_e32 v[40:41], v[10:11]": lambda a, b: np.floor(a),
-    "v_cvt_f32_f64_e32 v42, v[10:11]\nv_cvt_f64_f32_e32 v[40:41], v42": lambda a, b: a.astype(np.float32).astype(f64),
+    "v_cvt_f32_f64_e32 v42, v[10:11]\nv_cvt_f64_f32_e32 v[40:41], v42": lambda a, b: a.astype(
+        np.float32
+    ).astype(f64),
 }
 
 
@@ -206,9 +218,13 @@ def _to_fp8(x: np.ndarray) -> np.ndarray:
 
 def test_float8_conversions(group: DeviceGroup) -> None:
     x, y = (rng.standard_normal(64).astype(np.float32) * 30 for _ in range(2))
-    got = run_op(group, "v_cvt_pk_fp8_f32 v40, v10, v11\nv_cvt_pk_fp8_f32 v40, v11, v10 op_sel:[0,0,1]", [x, y], 1)[0]
+    got = run_op(
+        group, "v_cvt_pk_fp8_f32 v40, v10, v11\nv_cvt_pk_fp8_f32 v40, v11, v10 op_sel:[0,0,1]", [x, y], 1
+    )[0]
     np.testing.assert_array_equal(got, _to_fp8(x) | _to_fp8(y) << 8 | _to_fp8(y) << 16 | _to_fp8(x) << 24)
-    back = run_op(group, "v_cvt_pk_f32_fp8_e32 v[40:41], v10\nv_cvt_f32_fp8_sdwa v42, v10 src0_sel:BYTE_2", [got], 3).view(np.float32)
+    back = run_op(
+        group, "v_cvt_pk_f32_fp8_e32 v[40:41], v10\nv_cvt_f32_fp8_sdwa v42, v10 src0_sel:BYTE_2", [got], 3
+    ).view(np.float32)
     values = got.view(np.uint8).reshape(64, 4).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(back, values[:, :3].T)
 
@@ -217,12 +233,25 @@ def test_float8_conversions(group: DeviceGroup) -> None:
 def test_scaled_conversions(group: DeviceGroup, exponent: int) -> None:
     scale = np.full(64, 2.0**exponent * 1.7, np.float32)  # only the exponent counts
     x, y = (rng.standard_normal(64).astype(np.float32) * 2.0**exponent * 3 for _ in range(2))
-    got = run_op(group, "v_cvt_scalef32_pk_fp8_f32 v40, v10, v11, v12\nv_cvt_scalef32_pk_fp4_f32 v41, v10, v11, v12 op_sel:[0,0,1,0]", [x, y, scale], 2)
+    got = run_op(
+        group,
+        "v_cvt_scalef32_pk_fp8_f32 v40, v10, v11, v12\nv_cvt_scalef32_pk_fp4_f32 v41, v10, v11, v12 op_sel:[0,0,1,0]",
+        [x, y, scale],
+        2,
+    )
     np.testing.assert_array_equal(got[0], _to_fp8(x / 2.0**exponent) | _to_fp8(y / 2.0**exponent) << 8)
-    four = [(v / 2.0**exponent).astype(ml_dtypes.float4_e2m1fn).view(np.uint8).astype(np.uint32) & 15 for v in (x, y)]
+    four = [
+        (v / 2.0**exponent).astype(ml_dtypes.float4_e2m1fn).view(np.uint8).astype(np.uint32) & 15
+        for v in (x, y)
+    ]
     np.testing.assert_array_equal(got[1], (four[0] | four[1] << 4) << 8)
-    back = run_op(group, "v_cvt_scalef32_pk_f32_fp4 v[40:41], v10, v11 op_sel:[1,0,0]", [got[1], scale], 2).view(np.float32)
-    want = np.stack([f.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32) for f in four]) * 2.0**exponent
+    back = run_op(
+        group, "v_cvt_scalef32_pk_f32_fp4 v[40:41], v10, v11 op_sel:[1,0,0]", [got[1], scale], 2
+    ).view(np.float32)
+    want = (
+        np.stack([f.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32) for f in four])
+        * 2.0**exponent
+    )
     np.testing.assert_array_equal(back, want)
 
 
@@ -246,11 +275,15 @@ def test_lds_and_scratch(group: DeviceGroup) -> None:
 
 
 def test_transposing_read(group: DeviceGroup) -> None:
-    tile = np.arange(4 * 4 * 16, dtype=np.uint16).reshape(4, 4, 16)  # four groups of lanes, depth 4, 16 columns
+    tile = np.arange(4 * 4 * 16, dtype=np.uint16).reshape(
+        4, 4, 16
+    )  # four groups of lanes, depth 4, 16 columns
     rows = tile.reshape(64, 4).view(np.uint32)
     body = "v_lshlrev_b32_e32 v2, 3, v0\nds_write_b64 v2, v[10:11]\ns_waitcnt lgkmcnt(0)\nds_read_b64_tr_b16 v[40:41], v2"
     got = run_op(group, body, [rows[:, 0].copy(), rows[:, 1].copy()], 2, lds_bytes=512)
-    np.testing.assert_array_equal(np.ascontiguousarray(got.T).view(np.uint16).reshape(4, 16, 4), tile.transpose(0, 2, 1))
+    np.testing.assert_array_equal(
+        np.ascontiguousarray(got.T).view(np.uint16).reshape(4, 16, 4), tile.transpose(0, 2, 1)
+    )
 
 
 def test_buffer_bounds_give_zero(group: DeviceGroup) -> None:
@@ -271,7 +304,9 @@ def test_mfma_bf16(group: DeviceGroup, size: int, regs: int) -> None:
 
     def rows(x: np.ndarray) -> list[np.ndarray]:
         lanes = x.reshape(size, 64 // size, each).transpose(1, 0, 2).reshape(64, each)
-        return [np.ascontiguousarray(lanes[:, 2 * k : 2 * k + 2]).view(np.uint32)[:, 0] for k in range(each // 2)]
+        return [
+            np.ascontiguousarray(lanes[:, 2 * k : 2 * k + 2]).view(np.uint32)[:, 0] for k in range(each // 2)
+        ]
 
     body = f"v_mfma_f32_{size}x{size}x{depth}_bf16 v[40:{39 + regs}], v[10:13], v[14:17], 0\ns_nop 15"
     got = run_op(group, body, [*rows(a), *rows(b)], regs).view(np.float32)

@@ -1,5 +1,7 @@
 """Twenty-odd kernels that nobody here wrote machine code for run right, with every detector on and without a report."""
 
+# ruff: noqa: E501  (tables of cases read best with one case a line)
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from .toolchain import triton_kernel
 N, BLOCK = 1000, 256
 rng = np.random.default_rng(7)
 F, G = rng.standard_normal(N).astype(np.float32), rng.standard_normal(N).astype(np.float32)
-I, J = rng.integers(-(2**30), 2**30, N, dtype=np.int32), rng.integers(1, 2**12, N, dtype=np.int32)
+I32, J32 = rng.integers(-(2**30), 2**30, N, dtype=np.int32), rng.integers(1, 2**12, N, dtype=np.int32)
 L, P = rng.integers(-(2**40), 2**40, N, dtype=np.int64), rng.integers(1, 2**20, N, dtype=np.int64)
 ROWS, WIDTH = 6, 333
 M2 = rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
@@ -32,11 +34,19 @@ def group() -> Iterator[DeviceGroup]:
 
 
 def run(
-    group: DeviceGroup, function: Any, types: str, arrays: list[Any], constants: dict[str, Any], grid: tuple[int, ...], **options: Any
+    group: DeviceGroup,
+    function: Any,
+    types: str,
+    arrays: list[Any],
+    constants: dict[str, Any],
+    grid: tuple[int, ...],
+    **options: Any,
 ) -> list[np.ndarray]:
     """Compile, launch with the arrays as device copies, return their contents afterwards."""
     names = function.__code__.co_varnames[: len(arrays)]
-    kernel, items, shared = triton_kernel(function, dict(zip(names, types.split(), strict=True)), constants, **options)
+    kernel, items, shared = triton_kernel(
+        function, dict(zip(names, types.split(), strict=True)), constants, **options
+    )
     assert not missing(kernel)
     device = group.devices[0]
     buffers = [device.upload(a) if isinstance(a, np.ndarray) else None for a in arrays]
@@ -45,7 +55,11 @@ def run(
     device.default_stream.launch(kernel, grid, (items,), args, lds_bytes=shared)
     group.synchronize()
     assert [r.text for r in group.reports()] == []
-    return [b.memory[: a.nbytes].view(a.dtype).reshape(a.shape) for a, b in zip(arrays, buffers, strict=True) if b is not None]
+    return [
+        b.memory[: a.nbytes].view(a.dtype).reshape(a.shape)
+        for a, b in zip(arrays, buffers, strict=True)
+        if b is not None
+    ]
 
 
 ELEMENTWISE: dict[str, tuple[Any, str, list[np.ndarray], Any, Any, float]] = {
@@ -53,10 +67,10 @@ ELEMENTWISE: dict[str, tuple[Any, str, list[np.ndarray], Any, Any, float]] = {
     "half": (tk.fused_half, "*fp16", [F.astype(np.float16), G.astype(np.float16)], np.float16, lambda a, b: a * b + a - b * np.float16(0.5), 4e-3),
     "silu": (tk.silu, "*fp32", [F], np.float32, lambda a: a / (1 + np.exp(-a)), 1e-6),
     "functions": (tk.trigonometry, "*fp32", [F], np.float32, lambda a: np.sqrt(np.abs(a)) + np.log(np.abs(a) + 1) + np.floor(a), 1e-6),
-    "integers": (tk.integers, "*i32", [I, J], np.int32, lambda a, b: np.trunc(a / b).astype(np.int32) ^ (np.fmod(a, b) + (a << 3) - (b >> 2) * a), 0),
+    "integers": (tk.integers, "*i32", [I32, J32], np.int32, lambda a, b: np.trunc(a / b).astype(np.int32) ^ (np.fmod(a, b) + (a << 3) - (b >> 2) * a), 0),
     "longs": (tk.longs, "*i64", [L, P], np.int64, lambda a, b: np.where(a > b, a * b, (a - b) >> 5) & 0x7FFFFFFFFFFF, 0),
     "doubles": (tk.doubles, "*fp64", [F.astype(np.float64), G.astype(np.float64)], np.float64, lambda a, b: a * b + a / b, 1e-15),
-    "bytes": (tk.bytes_mix, "*u8", [(I & 255).astype(np.uint8), (J & 255).astype(np.uint8)], np.uint8, lambda a, b: (a ^ b) + np.maximum(a, b), 0),
+    "bytes": (tk.bytes_mix, "*u8", [(I32 & 255).astype(np.uint8), (J32 & 255).astype(np.uint8)], np.uint8, lambda a, b: (a ^ b) + np.maximum(a, b), 0),
     "bfloat": (tk.to_bfloat, "*fp32 *bf16", [F], ml_dtypes.bfloat16, lambda a: a.astype(ml_dtypes.bfloat16), 0),
     "float8": (tk.to_float8, "*fp32 *fp8e4nv", [F * 20], ml_dtypes.float8_e4m3fn, lambda a: a.astype(ml_dtypes.float8_e4m3fn), 0),
 }  # fmt: skip
@@ -67,24 +81,40 @@ def test_elementwise(group: DeviceGroup, name: str) -> None:
     function, types, inputs, dtype, want, tolerance = ELEMENTWISE[name]
     kinds = types.split() if " " in types else [types] * (len(inputs) + 1)
     out = run(
-        group, function, " ".join([*kinds, "i32"]), [*inputs, np.zeros(N, dtype), N], {"BLOCK": BLOCK}, (-(-N // BLOCK),)
+        group,
+        function,
+        " ".join([*kinds, "i32"]),
+        [*inputs, np.zeros(N, dtype), N],
+        {"BLOCK": BLOCK},
+        (-(-N // BLOCK),),
     )[-1]
     with np.errstate(over="ignore"):
         expected = want(*inputs)
     if tolerance:
-        np.testing.assert_allclose(out.astype(np.float64), expected.astype(np.float64), rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            out.astype(np.float64), expected.astype(np.float64), rtol=tolerance, atol=tolerance
+        )
     else:
         np.testing.assert_array_equal(out.view(np.uint8), expected.view(np.uint8))
 
 
 def test_random_numbers_are_philox(group: DeviceGroup) -> None:
-    (out,) = run(group, tk.random_numbers, "*i32 i32 i32", [np.zeros(N, np.int32), 5, N], {"BLOCK": BLOCK}, (4,))
+    (out,) = run(
+        group, tk.random_numbers, "*i32 i32 i32", [np.zeros(N, np.int32), 5, N], {"BLOCK": BLOCK}, (4,)
+    )
     counter, key = np.zeros((4, N), np.uint64), [5, 0]
     counter[0] = np.arange(N)
     for _ in range(10):
         a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
         low = np.uint64(0xFFFFFFFF)
-        counter = np.stack([(b >> np.uint64(32)) ^ counter[1] ^ np.uint64(key[0]), b & low, (a >> np.uint64(32)) ^ counter[3] ^ np.uint64(key[1]), a & low])
+        counter = np.stack(
+            [
+                (b >> np.uint64(32)) ^ counter[1] ^ np.uint64(key[0]),
+                b & low,
+                (a >> np.uint64(32)) ^ counter[3] ^ np.uint64(key[1]),
+                a & low,
+            ]
+        )
         key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
     np.testing.assert_array_equal(out.view(np.uint32), counter[0].astype(np.uint32))
 
@@ -113,31 +143,51 @@ def test_row_reductions(group: DeviceGroup, function: Any, out: np.ndarray, want
 
 
 def test_row_argmax(group: DeviceGroup) -> None:
-    got = run(group, tk.row_argmax, "*fp32 *i32 i32", [M2, np.zeros(ROWS, np.int32), WIDTH], {"BLOCK": 512}, (ROWS,))[-1]
+    got = run(
+        group, tk.row_argmax, "*fp32 *i32 i32", [M2, np.zeros(ROWS, np.int32), WIDTH], {"BLOCK": 512}, (ROWS,)
+    )[-1]
     np.testing.assert_array_equal(got, M2.argmax(1))
 
 
 def test_prefix_sum(group: DeviceGroup) -> None:
     x = rng.integers(-50, 50, (ROWS, WIDTH), dtype=np.int32)
-    got = run(group, tk.prefix_sum, "*i32 *i32 i32", [x, np.zeros_like(x), WIDTH], {"BLOCK": 512}, (ROWS,))[-1]
+    got = run(group, tk.prefix_sum, "*i32 *i32 i32", [x, np.zeros_like(x), WIDTH], {"BLOCK": 512}, (ROWS,))[
+        -1
+    ]
     np.testing.assert_array_equal(got, np.cumsum(x, axis=1))
 
 
 def test_histogram(group: DeviceGroup) -> None:
     x = rng.integers(0, 17, N, dtype=np.int32)
-    got = run(group, tk.histogram, "*i32 *i32 i32", [x, np.zeros(17, np.int32), N], {"BLOCK": BLOCK}, (4,))[-1]
+    got = run(group, tk.histogram, "*i32 *i32 i32", [x, np.zeros(17, np.int32), N], {"BLOCK": BLOCK}, (4,))[
+        -1
+    ]
     np.testing.assert_array_equal(got, np.bincount(x, minlength=17))
 
 
 def test_float_atomics(group: DeviceGroup) -> None:
-    got = run(group, tk.float_atomics, "*fp32 *fp32 *fp32 i32", [F, np.zeros(1, np.float32), np.zeros(1, np.float32), N], {"BLOCK": BLOCK}, (4,))
+    got = run(
+        group,
+        tk.float_atomics,
+        "*fp32 *fp32 *fp32 i32",
+        [F, np.zeros(1, np.float32), np.zeros(1, np.float32), N],
+        {"BLOCK": BLOCK},
+        (4,),
+    )
     np.testing.assert_allclose(got[1], F.sum(dtype=np.float64), rtol=1e-4, atol=1e-4)
     assert got[2][0] == F.max()
 
 
 def test_transpose(group: DeviceGroup) -> None:
     x = rng.standard_normal((128, 64)).astype(np.float32)
-    got = run(group, tk.transpose, "*fp32 *fp32 i32 i32", [x, np.zeros((64, 128), np.float32), 128, 64], {"BLOCK": 64}, (2, 1))[-1]
+    got = run(
+        group,
+        tk.transpose,
+        "*fp32 *fp32 i32 i32",
+        [x, np.zeros((64, 128), np.float32), 128, 64],
+        {"BLOCK": 64},
+        (2, 1),
+    )[-1]
     np.testing.assert_array_equal(got, x.T)
 
 
@@ -148,7 +198,9 @@ def test_transpose(group: DeviceGroup) -> None:
         ("fp8e4nv", ml_dtypes.float8_e4m3fn, (64, 64, 128), 1e-6),
     ],
 )  # fmt: skip
-def test_matmul(group: DeviceGroup, kind: str, dtype: Any, tile: tuple[int, int, int], tolerance: float) -> None:
+def test_matmul(
+    group: DeviceGroup, kind: str, dtype: Any, tile: tuple[int, int, int], tolerance: float
+) -> None:
     m, n, k = 64, 128, 256
     a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
     constants = dict(zip(("BM", "BN", "BK"), tile, strict=True))

@@ -3,6 +3,8 @@
 Triton brings its own linker. FlyDSL wants `ld.lld` under ROCM_PATH: a two-line script that starts ziglang's is put there.
 """
 
+# ruff: noqa: E501  (tables of cases read best with one case a line)
+
 from __future__ import annotations
 
 import os
@@ -31,7 +33,11 @@ def rocm_path() -> str:
 def prepare_flydsl() -> None:
     """Set what FlyDSL reads when it is imported: compile only, for gfx950, without its cache."""
     os.environ.update(
-        ROCM_PATH=rocm_path(), COMPILE_ONLY="1", ARCH="gfx950", FLYDSL_GPU_ARCH="gfx950", FLYDSL_RUNTIME_ENABLE_CACHE="0"
+        ROCM_PATH=rocm_path(),
+        COMPILE_ONLY="1",
+        ARCH="gfx950",
+        FLYDSL_GPU_ARCH="gfx950",
+        FLYDSL_RUNTIME_ENABLE_CACHE="0",
     )
 
 
@@ -60,7 +66,7 @@ def triton_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {**signature, **{name: "constexpr" for name in constants}}
+    types = {**signature, **dict.fromkeys(constants, "constexpr")}
     compiled = triton.compile(
         ASTSource(fn=triton.jit(function), signature=types, constexprs=dict(constants)),
         target=GPUTarget("hip", "gfx950", 64), options={"num_warps": 4, **options},

@@ -119,7 +119,11 @@ def transpose(x, out, m, n, BLOCK: tl.constexpr):
 
 
 def matmul(a, b, c, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    r, s, k = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    r, s, k = (
+        tl.program_id(0) * BM + tl.arange(0, BM),
+        tl.program_id(1) * BN + tl.arange(0, BN),
+        tl.arange(0, BK),
+    )
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for at in range(0, K, BK):
         x = tl.load(a + r[:, None] * K + (at + k)[None, :])
@@ -128,9 +132,26 @@ def matmul(a, b, c, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     tl.store(c + r[:, None] * N + s[None, :], acc)
 
 
-def scaled_matmul(a, sa, b, sb, c, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FB: tl.constexpr, PB: tl.constexpr):
+def scaled_matmul(
+    a,
+    sa,
+    b,
+    sb,
+    c,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FB: tl.constexpr,
+    PB: tl.constexpr,
+):
     """A is E4M3 [M, K]; B is [N, K / PB] of format FB; E8M0 scales a row and 32 elements."""
-    r, s, g = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK // 32)
+    r, s, g = (
+        tl.program_id(0) * BM + tl.arange(0, BM),
+        tl.program_id(1) * BN + tl.arange(0, BN),
+        tl.arange(0, BK // 32),
+    )
     k, kb = tl.arange(0, BK), tl.arange(0, BK // PB)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for at in range(0, K, BK):

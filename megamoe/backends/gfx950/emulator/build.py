@@ -17,7 +17,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .errors import ToolchainError
+from megamoe.backends.gfx950.emulator.errors import ToolchainError
 
 CORE = Path(__file__).parent / "core"
 FLAGS = ["-std=gnu11", "-O2", "-ftree-vectorize", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-w"]
@@ -31,7 +31,9 @@ def find_compiler() -> list[str]:
             return [path]
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise ToolchainError("the gfx950 emulator needs a C compiler: install one, or the package ziglang; got neither")
+    raise ToolchainError(
+        "the gfx950 emulator needs a C compiler: install one, or the package ziglang; got neither"
+    )
 
 
 def _machine_flags() -> list[str]:

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .elf import ElfFile
-from .errors import CodeObjectError
-from .isa.decode import decode
-from .isa.instruction import Instruction
-from .msgpack import unpack
+from megamoe.backends.gfx950.emulator.elf import ElfFile
+from megamoe.backends.gfx950.emulator.errors import CodeObjectError
+from megamoe.backends.gfx950.emulator.isa.decode import decode
+from megamoe.backends.gfx950.emulator.isa.instruction import Instruction
+from megamoe.backends.gfx950.emulator.msgpack import unpack
 
 _HIDDEN = (
-    "hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z", "hidden_group_size_x", "hidden_group_size_y",
-    "hidden_group_size_z", "hidden_remainder_x", "hidden_remainder_y", "hidden_remainder_z", "hidden_grid_dims",
-)  # fmt: skip
+    *(f"hidden_{what}_{axis}" for what in ("block_count", "group_size", "remainder") for axis in "xyz"),
+    "hidden_grid_dims",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Kernel:
         return tuple(arg for arg in self.args if not arg.hidden)
 
     def pack(self, values: Sequence[int | float | bytes], grid: Sequence[int], block: Sequence[int]) -> bytes:
-        """The kernarg segment. An int is stored in the argument's size, a float as float32 or float64, bytes as they are.
+        """The kernarg segment. An int is stored in the argument's size, a float as float32 or float64, bytes as is.
 
         grid: workgroups per axis; block: work-items per axis. Raises CodeObjectError when the number or size of the
         values does not match the metadata.
@@ -189,7 +189,11 @@ class CodeObject:
         if not isinstance(meta, dict):
             raise CodeObjectError(f"metadata must be a map, got {type(meta).__name__}")
         target, version = meta.get("amdhsa.target"), meta.get("amdhsa.version")
-        if not isinstance(target, str) or "-amd-amdhsa-" not in target or target.split("-")[-1].split(":")[0] != "gfx950":
+        if (
+            not isinstance(target, str)
+            or "-amd-amdhsa-" not in target
+            or target.split("-")[-1].split(":")[0] != "gfx950"
+        ):
             raise CodeObjectError(f"amdhsa.target must be gfx950 on amdhsa, got {target!r}")
         if not isinstance(version, list) or version[:1] != [1]:
             raise CodeObjectError(f"amdhsa.version must be 1.x, got {version!r}")
@@ -221,13 +225,18 @@ class CodeObject:
         if meta.get(".wavefront_size") != 64:
             raise CodeObjectError(f"wave size of {name} must be 64, got {meta.get('.wavefront_size')!r}")
         pairs = (
-            (".group_segment_fixed_size", descriptor.lds_bytes), (".private_segment_fixed_size", descriptor.scratch_bytes),
+            (".group_segment_fixed_size", descriptor.lds_bytes),
+            (".private_segment_fixed_size", descriptor.scratch_bytes),
             (".kernarg_segment_size", descriptor.kernarg_bytes),
-        )  # fmt: skip
+        )
         for key, value in pairs:
             if meta.get(key) != value:
-                raise CodeObjectError(f"metadata {key} of {name} must equal the descriptor's {value}, got {meta.get(key)!r}")
-        return Kernel(name, descriptor, self.elf.bytes_at(code.address, code.size), _args(name, meta), meta, {})
+                raise CodeObjectError(
+                    f"metadata {key} of {name} must equal the descriptor's {value}, got {meta.get(key)!r}"
+                )
+        return Kernel(
+            name, descriptor, self.elf.bytes_at(code.address, code.size), _args(name, meta), meta, {}
+        )
 
 
 def _args(name: str, meta: Mapping[str, object]) -> tuple[KernelArg, ...]:
@@ -239,8 +248,12 @@ def _args(name: str, meta: Mapping[str, object]) -> tuple[KernelArg, ...]:
     for index, entry in enumerate(entries):
         offset, length, kind = entry.get(".offset"), entry.get(".size"), entry.get(".value_kind")
         if not isinstance(offset, int) or not isinstance(length, int) or not isinstance(kind, str):
-            raise CodeObjectError(f"argument {index} of {name} must have offset, size and value kind, got {entry!r}")
+            raise CodeObjectError(
+                f"argument {index} of {name} must have offset, size and value kind, got {entry!r}"
+            )
         if offset + length > size:
-            raise CodeObjectError(f"argument {index} of {name} must end at or before byte {size}, got {offset + length}")
+            raise CodeObjectError(
+                f"argument {index} of {name} must end at or before byte {size}, got {offset + length}"
+            )
         out.append(KernelArg(str(entry.get(".name", f"arg{index}")), offset, length, kind))
     return tuple(out)

@@ -12,14 +12,28 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .code_object import CodeObject, Kernel
-from .errors import BudgetError, DeadlockError, EmulatorError, MemoryFaultError, UnimplementedInstructionError
-from .native import LaunchDesc, library, lower
-from .report import Report, Traffic, describe_fault, describe_waiting, read_findings, read_traffic
+from megamoe.backends.gfx950.emulator.code_object import CodeObject, Kernel
+from megamoe.backends.gfx950.emulator.errors import (
+    BudgetError,
+    DeadlockError,
+    EmulatorError,
+    MemoryFaultError,
+    UnimplementedInstructionError,
+)
+from megamoe.backends.gfx950.emulator.native import LaunchDesc, library, lower
+from megamoe.backends.gfx950.emulator.report import (
+    Report,
+    Traffic,
+    describe_fault,
+    describe_waiting,
+    read_findings,
+    read_traffic,
+)
 
 _DONE, _BUDGET, _QUIET, _FAULTED = range(4)
 _SLICE = 2_000_000
@@ -53,9 +67,9 @@ class DeviceConfig:
         return self.detect_waits | self.detect_lds << 1 | self.detect_global << 2
 
     @classmethod
-    def checked(cls, **settings: int) -> DeviceConfig:
+    def checked(cls, **settings: Any) -> DeviceConfig:
         """A configuration with every detector on."""
-        return cls(detect_waits=True, detect_lds=True, detect_global=True, **settings)  # type: ignore[arg-type]
+        return cls(detect_waits=True, detect_lds=True, detect_global=True, **settings)
 
 
 class Buffer:
@@ -139,16 +153,24 @@ class Stream:
         self._graph: Graph | None = None
 
     def launch(
-        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Sequence[Value], *, lds_bytes: int = 0
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Value],
+        *,
+        lds_bytes: int = 0,
     ) -> LaunchHandle | None:
-        """Queue a kernel. grid: workgroups per axis; block: work-items per axis; lds_bytes: dynamic LDS beyond the static.
+        """Queue a kernel. grid: workgroups per axis; block: work-items per axis; lds_bytes: dynamic LDS.
 
         Returns None while a graph is captured. Raises EmulatorError for sizes that the kernel does not allow.
         """
         full_grid, full_block = _three("grid", grid), _three("block", block)
         items = full_block[0] * full_block[1] * full_block[2]
         if items > kernel.max_block_size:
-            raise EmulatorError(f"block of {kernel.name} must have at most {kernel.max_block_size} items, got {items}")
+            raise EmulatorError(
+                f"block of {kernel.name} must have at most {kernel.max_block_size} items, got {items}"
+            )
         one = _Recorded(kernel, full_grid, full_block, kernel.pack(args, full_grid, full_block), lds_bytes)
         if self._graph is not None:
             self._graph.recorded.append(one)
@@ -205,11 +227,15 @@ class Device:
         """A new stream."""
         return Stream(self)
 
-    def allocate(self, num_bytes: int, name: str = "buffer", *, klass: int = 0, read_only: bool = False) -> Buffer:
+    def allocate(
+        self, num_bytes: int, name: str = "buffer", *, klass: int = 0, read_only: bool = False
+    ) -> Buffer:
         """Private memory of this rank, zeroed. `klass` (0-14) is the address class of the traffic counters."""
         return self.group.allocate(num_bytes, name, self.rank, klass=klass, read_only=read_only)
 
-    def upload(self, array: NDArray[np.generic], name: str = "buffer", *, klass: int = 0, read_only: bool = False) -> Buffer:
+    def upload(
+        self, array: NDArray[np.generic], name: str = "buffer", *, klass: int = 0, read_only: bool = False
+    ) -> Buffer:
         """Private memory that holds a copy of `array`."""
         data = np.ascontiguousarray(array)
         out = self.allocate(max(data.nbytes, 1), name, klass=klass, read_only=read_only)
@@ -257,18 +283,34 @@ class DeviceGroup:
             self.lib.emu_schedule(self.machine, seed & 0xFFFFFFFF, quantum or (200 if seed else 4000))
 
     def allocate(
-        self, num_bytes: int, name: str, rank: int, *, peer_visible: bool = False, klass: int = 0, read_only: bool = False
+        self,
+        num_bytes: int,
+        name: str,
+        rank: int,
+        *,
+        peer_visible: bool = False,
+        klass: int = 0,
+        read_only: bool = False,
     ) -> Buffer:
         """Memory of `rank` (-1: nobody's, open to all), 256-byte aligned, zeroed."""
         if num_bytes < 1 or not 0 <= klass < 15:
-            raise EmulatorError(f"{name} must have at least 1 byte and a class of 0 to 14, got {num_bytes} and {klass}")
+            raise EmulatorError(
+                f"{name} must have at least 1 byte and a class of 0 to 14, got {num_bytes} and {klass}"
+            )
         raw = np.zeros(num_bytes + 1024, np.uint8)
         start = -int(raw.ctypes.data) % 256 + 256
         buffer = Buffer(name, rank, raw[start : start + num_bytes], self)
         with self._lock:
             self.buffers[buffer.address] = buffer
             added = self.lib.emu_alloc_add(
-                self.machine, buffer.address, num_bytes, rank, peer_visible, read_only, klass, len(self.buffers)
+                self.machine,
+                buffer.address,
+                num_bytes,
+                rank,
+                peer_visible,
+                read_only,
+                klass,
+                len(self.buffers),
             )
         assert added, "host memory overlaps an allocation"
         return buffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from .errors import CodeObjectError
+from megamoe.backends.gfx950.emulator.errors import CodeObjectError
 
 EM_AMDGPU, ELFOSABI_AMDGPU_HSA = 224, 64
 EF_MACH_MASK, EF_MACH_GFX950 = 0xFF, 0x4F
@@ -54,22 +54,30 @@ class ElfFile:
         if machine != EM_AMDGPU:
             raise CodeObjectError(f"ELF machine must be AMDGPU ({EM_AMDGPU}), got {machine}")
         if flags & EF_MACH_MASK != EF_MACH_GFX950:
-            raise CodeObjectError(f"ELF processor must be gfx950 ({EF_MACH_GFX950:#x}), got {flags & EF_MACH_MASK:#x}")
+            raise CodeObjectError(
+                f"ELF processor must be gfx950 ({EF_MACH_GFX950:#x}), got {flags & EF_MACH_MASK:#x}"
+            )
         self.sections = self._sections(data)
         self.symbols = self._symbols()
 
     @staticmethod
     def _sections(data: bytes) -> list[Section]:
-        table, size, count, names = struct.unpack_from("<Q", data, 40)[0], *struct.unpack_from("<HHH", data, 58)
+        table, size, count, names = (
+            struct.unpack_from("<Q", data, 40)[0],
+            *struct.unpack_from("<HHH", data, 58),
+        )
         if size != 64 or table + size * count > len(data) or names >= count:
             raise CodeObjectError(f"section table must lie inside {len(data)} bytes, got {count} at {table}")
         heads = [struct.unpack_from("<IIQQQQIIQQ", data, table + size * k) for k in range(count)]
         for head in heads:
             if head[1] not in (0, 8) and head[4] + head[5] > len(data):
-                raise CodeObjectError(f"section must lie inside {len(data)} bytes, got {head[5]} at {head[4]}")
+                raise CodeObjectError(
+                    f"section must lie inside {len(data)} bytes, got {head[5]} at {head[4]}"
+                )
         strings = data[heads[names][4] : heads[names][4] + heads[names][5]]
         return [
-            Section(_text(strings, h[0]), h[1], h[3], b"" if h[1] in (0, 8) else data[h[4] : h[4] + h[5]]) for h in heads
+            Section(_text(strings, h[0]), h[1], h[3], b"" if h[1] in (0, 8) else data[h[4] : h[4] + h[5]])
+            for h in heads
         ]
 
     def _symbols(self) -> list[Symbol]:
@@ -91,14 +99,22 @@ class ElfFile:
         for section in self.sections:
             if section.name == name:
                 return section
-        raise CodeObjectError(f"code object must have a section {name}, got {[s.name for s in self.sections]}")
+        raise CodeObjectError(
+            f"code object must have a section {name}, got {[s.name for s in self.sections]}"
+        )
 
     def bytes_at(self, address: int, size: int) -> bytes:
         """`size` bytes that are linked at `address`."""
         for section in self.sections:
-            if section.address and section.address <= address and address + size <= section.address + len(section.data):
+            if (
+                section.address
+                and section.address <= address
+                and address + size <= section.address + len(section.data)
+            ):
                 return section.data[address - section.address : address - section.address + size]
-        raise CodeObjectError(f"address {address:#x} with {size} bytes must lie in a section, got none that holds it")
+        raise CodeObjectError(
+            f"address {address:#x} with {size} bytes must lie in a section, got none that holds it"
+        )
 
     def metadata_note(self) -> bytes:
         """The msgpack bytes of the AMDGPU metadata note."""

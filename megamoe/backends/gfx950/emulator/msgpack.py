@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import struct
 
-from .errors import CodeObjectError
+from megamoe.backends.gfx950.emulator.errors import CodeObjectError
 
 Value = None | bool | int | float | str | bytes | list["Value"] | dict["Value", "Value"]
-_FIXED = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}
+_FIXED = {
+    0xCA: ">f",
+    0xCB: ">d",
+    0xCC: ">B",
+    0xCD: ">H",
+    0xCE: ">I",
+    0xCF: ">Q",
+    0xD0: ">b",
+    0xD1: ">h",
+    0xD2: ">i",
+    0xD3: ">q",
+}
 _SIZED = {0xC4: (1, "bin"), 0xC5: (2, "bin"), 0xC6: (4, "bin"), 0xD9: (1, "str"), 0xDA: (2, "str"), 0xDB: (4, "str"),
           0xDC: (2, "array"), 0xDD: (4, "array"), 0xDE: (2, "map"), 0xDF: (4, "map")}  # fmt: skip
 
@@ -18,7 +29,9 @@ class _Reader:
 
     def take(self, count: int) -> bytes:
         if self.at + count > len(self.data):
-            raise CodeObjectError(f"metadata must hold {count} more bytes at {self.at}, got {len(self.data) - self.at}")
+            raise CodeObjectError(
+                f"metadata must hold {count} more bytes at {self.at}, got {len(self.data) - self.at}"
+            )
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -29,7 +42,9 @@ class _Reader:
         if tag >= 0xE0:
             return tag - 0x100
         if tag < 0xC0:
-            kind, count = ("map", tag & 15) if tag < 0x90 else ("array", tag & 15) if tag < 0xA0 else ("str", tag & 31)
+            kind, count = (
+                ("map", tag & 15) if tag < 0x90 else ("array", tag & 15) if tag < 0xA0 else ("str", tag & 31)
+            )
             return self.sized(kind, count)
         if tag in (0xC0, 0xC2, 0xC3):
             return None if tag == 0xC0 else tag == 0xC3

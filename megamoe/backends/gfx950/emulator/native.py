@@ -4,29 +4,75 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .build import build
-from .code_object import Kernel
-from .errors import CodeObjectError
-from .isa.instruction import ACC_BASE, M0, VCC, Instruction, Kind, Operand
+from megamoe.backends.gfx950.emulator.build import build
+from megamoe.backends.gfx950.emulator.code_object import Kernel
+from megamoe.backends.gfx950.emulator.errors import CodeObjectError
+from megamoe.backends.gfx950.emulator.isa.instruction import ACC_BASE, M0, VCC, Instruction, Kind, Operand
 
-_U8 = (
-    "nsrc size neg abs neg_hi opsel opsel_hi clamp omod cbsz abid blgp sc0 sc1 nt lds offen idxen gds bitop3 has_dpp "
-    "has_sdwa bound_ctrl row_mask bank_mask dst_sel dst_unused src0_sel src1_sel src0_sext src1_sext bytes"
-).split()
+_U8 = [
+    "nsrc",
+    "size",
+    "neg",
+    "abs",
+    "neg_hi",
+    "opsel",
+    "opsel_hi",
+    "clamp",
+    "omod",
+    "cbsz",
+    "abid",
+    "blgp",
+    "sc0",
+    "sc1",
+    "nt",
+    "lds",
+    "offen",
+    "idxen",
+    "gds",
+    "bitop3",
+    "has_dpp",
+    "has_sdwa",
+    "bound_ctrl",
+    "row_mask",
+    "bank_mask",
+    "dst_sel",
+    "dst_unused",
+    "src0_sel",
+    "src1_sel",
+    "src0_sext",
+    "src1_sext",
+    "bytes",
+]
 _OPERAND = np.dtype([("kind", "u1"), ("width", "u1"), ("idx", "<u2"), ("lo", "<u4"), ("hi", "<u4")])
 _RANGE = np.dtype([("first", "<u2"), ("count", "<u2")])
 INST = np.dtype(
-    [("fn", "<u8"), ("inner", "<u8"), ("offset", "<u4"), ("target", "<u4"), ("op", "<u2"), ("result_type", "<u2")]
+    [
+        ("fn", "<u8"),
+        ("inner", "<u8"),
+        ("offset", "<u4"),
+        ("target", "<u4"),
+        ("op", "<u2"),
+        ("result_type", "<u2"),
+    ]
     + [(name, "u1") for name in _U8]
-    + [("dpp", "<u2"), ("simm", "<u2"), ("imm", "<i4"), ("imm1", "<i4"), ("dst", _OPERAND), ("sdst", _OPERAND)]
+    + [
+        ("dpp", "<u2"),
+        ("simm", "<u2"),
+        ("imm", "<i4"),
+        ("imm1", "<i4"),
+        ("dst", _OPERAND),
+        ("sdst", _OPERAND),
+    ]
     + [("src", _OPERAND, 6), ("nreads", "u1"), ("nwrites", "u1"), ("klass", "u1"), ("scope", "u1")]
     + [("reads", _RANGE, 8), ("writes", _RANGE, 3)]
 )
 SGPR_BASE = 1024
+_U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 _FROM_MODS = set(_U8) - {"nsrc", "size", "bytes"}
 _F32, _F16, _F64 = 1, 2, 3
 _READS_DST = ("fmac", "v_mac", "dot2c", "dot4c", "dot8c", "fma_mixlo", "fma_mixhi", "v_writelane")
@@ -36,42 +82,47 @@ _HANDLES_CLAMP = (
 )  # fmt: skip
 
 
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Finding(ctypes.Structure):
     """One report of a detector, as the core keeps it."""
 
-    _fields_ = [(n, ctypes.c_uint32) for n in (
-        "kind", "launch", "group", "wave", "inst", "o_launch", "o_group", "o_wave", "o_inst", "o_write")
-    ] + [("address", ctypes.c_uint64), ("extra", ctypes.c_uint64)]  # fmt: skip
+    _fields_ = _fields(_U32, "kind launch group wave inst o_launch o_group o_wave o_inst o_write") + _fields(
+        _U64, "address extra"
+    )
 
 
 class Fault(ctypes.Structure):
     """What stopped the device."""
 
-    _fields_ = [(n, ctypes.c_uint32) for n in ("code", "launch", "group", "wave", "inst", "lane")] + [
-        ("address", ctypes.c_uint64), ("extra", ctypes.c_uint64), ("text", ctypes.c_char * 256)
-    ]  # fmt: skip
+    _fields_ = (
+        _fields(_U32, "code launch group wave inst lane")
+        + _fields(_U64, "address extra")
+        + _fields(ctypes.c_char * 256, "text")
+    )
 
 
 class CTraffic(ctypes.Structure):
     """Bytes moved by one launch."""
 
-    _fields_ = [
-        ("bytes", ctypes.c_uint64 * 8 * 16 * 3), ("remote_bytes", ctypes.c_uint64 * 3), ("lds_bytes", ctypes.c_uint64 * 2),
-        ("dma_bytes", ctypes.c_uint64), ("instructions", ctypes.c_uint64),
-    ]  # fmt: skip
+    _fields_ = (
+        _fields(_U64 * 8 * 16 * 3, "bytes") + _fields(_U64 * 3, "remote_bytes") + _fields(_U64 * 2, "lds_bytes")
+        + _fields(_U64, "dma_bytes instructions")
+    )  # fmt: skip
 
 
 class LaunchDesc(ctypes.Structure):
     """What the core needs to know of a launch."""
 
-    _fields_ = [("prog", ctypes.c_uint64), ("num_insts", ctypes.c_uint64)] + [
-        (n, ctypes.c_uint32) for n in (
-            "num_rows", "lds_bytes", "scratch_bytes", "num_user_sgprs", "rsrc2", "properties", "mode", "preload",
-            "preload_offset", "entry")
-    ] + [("rank", ctypes.c_int32), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3)] + [
-        ("num_deps", ctypes.c_uint32), ("deps", ctypes.c_uint32 * 8), ("kernarg_bytes", ctypes.c_uint32),
-        ("kernarg", ctypes.c_uint64),
-    ]  # fmt: skip
+    _fields_ = (
+        _fields(_U64, "prog num_insts")
+        + _fields(_U32, "num_rows lds_bytes scratch_bytes num_user_sgprs rsrc2 properties mode")
+        + _fields(_U32, "preload preload_offset entry")
+        + _fields(ctypes.c_int32, "rank") + _fields(_U32 * 3, "grid block") + _fields(_U32, "num_deps")
+        + _fields(_U32 * 8, "deps") + _fields(_U32, "kernarg_bytes") + _fields(_U64, "kernarg")
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -177,7 +228,9 @@ class _Lowering:
             self.put(row["src"][k], operand, one)
         if one.is_branch or name == "s_call_b64":
             if one.target not in self.index:
-                raise CodeObjectError(f"{self.kernel.name}: branch at {one.offset:#x} must hit an instruction, got {one.target:#x}")
+                raise CodeObjectError(
+                    f"{self.kernel.name}: branch at {one.offset:#x} must hit an instruction, got {one.target:#x}"
+                )
             row["target"] = self.index[one.target]
         handler = self.handler(name)
         clamped = (mods.get("clamp") or mods.get("omod")) and not name.startswith(_HANDLES_CLAMP)
@@ -194,7 +247,10 @@ class _Lowering:
         writes = [one.dst, one.sdst]
         if "swap_b32" in name and one.srcs:
             writes.append(one.srcs[0])
-        for key, limit, found in (("reads", 8, self.ranges(reads, one)), ("writes", 3, self.ranges(writes, one))):
+        for key, limit, found in (
+            ("reads", 8, self.ranges(reads, one)),
+            ("writes", 3, self.ranges(writes, one)),
+        ):
             row[f"n{key}"] = min(len(found), limit)
             for k, pair in enumerate(found[:limit]):
                 row[key][k] = pair
@@ -214,4 +270,15 @@ def missing(kernel: Kernel) -> set[str]:
     return {one.mnemonic for one in kernel.instructions} - implemented()
 
 
-__all__ = ["INST", "M0", "CTraffic", "Fault", "Finding", "LaunchDesc", "implemented", "library", "lower", "missing"]
+__all__ = [
+    "INST",
+    "M0",
+    "CTraffic",
+    "Fault",
+    "Finding",
+    "LaunchDesc",
+    "implemented",
+    "library",
+    "lower",
+    "missing",
+]

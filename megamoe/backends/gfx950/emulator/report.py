@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .code_object import Kernel
-from .errors import EmulatorError, FindingError, MemoryFaultError, UnimplementedInstructionError
-from .isa.text import disassemble
-from .native import Finding
+from megamoe.backends.gfx950.emulator.code_object import Kernel
+from megamoe.backends.gfx950.emulator.errors import (
+    EmulatorError,
+    FindingError,
+    MemoryFaultError,
+    UnimplementedInstructionError,
+)
+from megamoe.backends.gfx950.emulator.isa.text import disassemble
+from megamoe.backends.gfx950.emulator.native import Finding
 
 if TYPE_CHECKING:
-    from .device import DeviceGroup
+    from megamoe.backends.gfx950.emulator.device import DeviceGroup
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 32, 64)
 _KINDS = {
     1: "register used before its s_waitcnt", 2: "LDS race", 3: "LDS used before its s_waitcnt", 4: "global-memory race",
 }  # fmt: skip
-_FAULTS: dict[int, type[EmulatorError]] = {1: MemoryFaultError, 2: UnimplementedInstructionError, 3: MemoryFaultError}
+_FAULTS: dict[int, type[EmulatorError]] = {
+    1: MemoryFaultError,
+    2: UnimplementedInstructionError,
+    3: MemoryFaultError,
+}
 
 
 def place(kernel: Kernel, inst: int) -> str:
@@ -56,10 +65,8 @@ def describe_fault(group: DeviceGroup) -> tuple[str, type[EmulatorError]]:
         what = f"instruction {one.mnemonic} is not implemented"
     lane = f", lane {fault.lane}" if fault.lane < 64 else ""
     nearest = _nearest(group, fault.address) if fault.code == 1 else ""
-    text = (
-        f"{kernel.name}, workgroup {fault.group}, wave {fault.wave}{lane}, at {place(kernel, fault.inst)}: {what}{nearest}"
-    )
-    return text, _FAULTS.get(fault.code, EmulatorError)
+    where = f"{kernel.name}, workgroup {fault.group}, wave {fault.wave}{lane}, at {place(kernel, fault.inst)}"
+    return f"{where}: {what}{nearest}", _FAULTS.get(fault.code, EmulatorError)
 
 
 def _nearest(group: DeviceGroup, address: int) -> str:
@@ -67,7 +74,8 @@ def _nearest(group: DeviceGroup, address: int) -> str:
     if not buffers:
         return ""
     best = max(buffers, key=lambda b: b.address)
-    return f"; the buffer before it is {best.name}, {best.num_bytes} bytes, {address - best.address} bytes from its start"
+    distance = address - best.address
+    return f"; the buffer before it is {best.name}, {best.num_bytes} bytes, {distance} bytes from its start"
 
 
 def _where(group: DeviceGroup, address: int) -> str:
@@ -99,18 +107,21 @@ def read_findings(group: DeviceGroup) -> list[Report]:
     for k in range(count):
         f = pointer[k]
         kernel, kind = group.kernels[f.launch], _KINDS.get(f.kind, f"finding {f.kind}")
-        text = f"{kind}: {kernel.name} (launch {f.launch}), workgroup {f.group}, wave {f.wave}, at {place(kernel, f.inst)}"
+        text = f"{kind}: {kernel.name} (launch {f.launch}), workgroup {f.group}, wave {f.wave}, "
+        text += f"at {place(kernel, f.inst)}"
         if f.kind == 1:
             register = f.address
             name = f"v{register}" if register < 1024 else f"s{register - 1024}"
             text += f" uses {name} of {place(kernel, f.o_inst)}"
         elif f.kind in (2, 3):
-            text += f", LDS byte {f.address}, against {_access(f.o_write)} of wave {f.o_wave} at {place(kernel, f.o_inst)}"
+            text += f", LDS byte {f.address}, against {_access(f.o_write)} of wave {f.o_wave} "
+            text += f"at {place(kernel, f.o_inst)}"
         else:
             other = group.kernels[f.o_launch]
             text += (
-                f", address {_where(group, f.address)}, against {_access(f.o_write)} by {other.name} (launch {f.o_launch}), "
-                f"workgroup {f.o_group}, wave {f.o_wave}, at {place(other, f.o_inst)}"
+                f", address {_where(group, f.address)}, against {_access(f.o_write)} by "
+                f"{other.name} (launch {f.o_launch}), workgroup {f.o_group}, wave {f.o_wave}, "
+                f"at {place(other, f.o_inst)}"
             )
         out.append(Report(kind, text, kernel.name, f.inst, f.address))
     return out
@@ -123,7 +134,9 @@ def _access(write: int) -> str:
 def raise_reports(reports: list[Report]) -> None:
     """Raise FindingError when there are reports."""
     if reports:
-        raise FindingError(f"{len(reports)} findings: " + "\n".join(r.text for r in reports[:10]), tuple(reports))
+        raise FindingError(
+            f"{len(reports)} findings: " + "\n".join(r.text for r in reports[:10]), tuple(reports)
+        )
 
 
 @dataclass(frozen=True)
@@ -158,7 +171,9 @@ class Traffic:
 def read_traffic(group: DeviceGroup, launch_idx: int, kernel: Kernel) -> Traffic:
     """The counters of a launch."""
     raw = group.lib.emu_launch_traffic(group.machine, launch_idx).contents
-    counts = ctypes.cast(group.lib.emu_launch_counts(group.machine, launch_idx), ctypes.POINTER(ctypes.c_uint64))
+    counts = ctypes.cast(
+        group.lib.emu_launch_counts(group.machine, launch_idx), ctypes.POINTER(ctypes.c_uint64)
+    )
     executed: Counter[str] = Counter()
     for k, one in enumerate(kernel.instructions):
         if counts[k]:

@@ -363,8 +363,8 @@ void emu_drop_launch(Machine *m, u32 id) { free(m->launches[id]->counts); m->lau
 void check_free(Machine *m);
 void emu_free(Machine *m) {
   emu_reset(m);
+  if (m->detect) check_free(m);
   for (u32 k = 0; k < m->num_launches; k++) { free(m->launches[k]->counts); free(m->launches[k]); }
   while (m->num_allocs) emu_alloc_remove(m, m->allocs[0].base);
-  if (m->detect) check_free(m);
   free(m->allocs); free(m->launches); free(m->ready); free(m->cu_lds); free(m->cu_waves); free(m);
 }

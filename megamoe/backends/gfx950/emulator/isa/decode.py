@@ -10,17 +10,32 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from ..errors import DecodeError
-from .instruction import EXEC, SCC, VCC, Instruction, Kind, Operand
-from .memory import DS, FLAT, MUBUF
-from .matrix import VOP3P
-from .operands import DPP, LITERAL, SDWA, scalar, source, value_type, vector
-from .scalar import SMEM, SOP1, SOP2, SOPC, SOPK, SOPP
-from .table import Row
-from .vector import VOP1, VOP2, VOP3, VOPC
+from megamoe.backends.gfx950.emulator.errors import DecodeError
+from megamoe.backends.gfx950.emulator.isa.instruction import EXEC, SCC, VCC, Instruction, Kind, Operand
+from megamoe.backends.gfx950.emulator.isa.matrix import VOP3P
+from megamoe.backends.gfx950.emulator.isa.memory import DS, FLAT, MUBUF
+from megamoe.backends.gfx950.emulator.isa.operands import (
+    DPP,
+    LITERAL,
+    SDWA,
+    scalar,
+    source,
+    value_type,
+    vector,
+)
+from megamoe.backends.gfx950.emulator.isa.scalar import SMEM, SOP1, SOP2, SOPC, SOPK, SOPP
+from megamoe.backends.gfx950.emulator.isa.table import Row
+from megamoe.backends.gfx950.emulator.isa.vector import VOP1, VOP2, VOP3, VOPC
 
 Words = tuple[int, ...]
-_CARRY_OUT = ("v_add_co_u32", "v_sub_co_u32", "v_subrev_co_u32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32")
+_CARRY_OUT = (
+    "v_add_co_u32",
+    "v_sub_co_u32",
+    "v_subrev_co_u32",
+    "v_addc_co_u32",
+    "v_subb_co_u32",
+    "v_subbrev_co_u32",
+)
 _CARRY_IN = ("v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32", "v_cndmask_b32")
 _F8F6F4_WIDTH = (8, 8, 6, 6, 4)
 _SCALE_PREFIX = 0x2C
@@ -105,27 +120,35 @@ def _short_vector(offset: int, w: Words, encoding: str, row: Row, sources: list[
         out.size = 8
         word = w[1]
         if long == DPP:
-            out.mods.update(dpp=word >> 8 & 0x1FF, bank_mask=word >> 24 & 15, row_mask=word >> 28 & 15, has_dpp=1)
+            out.mods.update(
+                dpp=word >> 8 & 0x1FF, bank_mask=word >> 24 & 15, row_mask=word >> 28 & 15, has_dpp=1
+            )
             out.mods.update(bound_ctrl=word >> 19 & 1)
-            out.mods.update(neg=(word >> 20 & 1) | (word >> 22 & 1) << 1, abs=(word >> 21 & 1) | (word >> 23 & 1) << 1)
+            out.mods.update(
+                neg=(word >> 20 & 1) | (word >> 22 & 1) << 1, abs=(word >> 21 & 1) | (word >> 23 & 1) << 1
+            )
             sources[0] = 256 + (word & 0xFF)
         else:
             out.mods.update(has_sdwa=1, src0_sel=word >> 16 & 7, src1_sel=word >> 24 & 7)
             out.mods.update(src0_sext=word >> 19 & 1, src1_sext=word >> 27 & 1)
-            out.mods.update(neg=(word >> 20 & 1) | (word >> 28 & 1) << 1, abs=(word >> 21 & 1) | (word >> 29 & 1) << 1)
+            out.mods.update(
+                neg=(word >> 20 & 1) | (word >> 28 & 1) << 1, abs=(word >> 21 & 1) | (word >> 29 & 1) << 1
+            )
             if encoding == "VOPC":
                 out.sdst = scalar(word >> 8 & 0x7F if word >> 15 & 1 else VCC, 2)
             else:
                 out.mods.update(
-                    dst_sel=word >> 8 & 7, dst_unused=word >> 11 & 3, clamp=word >> 13 & 1, omod=word >> 14 & 3
+                    dst_sel=word >> 8 & 7,
+                    dst_unused=word >> 11 & 3,
+                    clamp=word >> 13 & 1,
+                    omod=word >> 14 & 3,
                 )
             sources[0] = (word & 0xFF) + (0 if word >> 23 & 1 else 256)
             if len(sources) > 1 and word >> 31 & 1:
                 sources[1] -= 256
     elif LITERAL in sources:
         out.size = 8
-    widths = row.widths[1:] if encoding != "VOPC" else row.widths[1:]
-    out.srcs = [_src(c, n, name, w[1]) for c, n in zip(sources, widths)]
+    out.srcs = [_src(c, n, name, w[1]) for c, n in zip(sources, row.widths[1:])]
     return out
 
 
@@ -282,7 +305,10 @@ def _flat(offset: int, w: Words) -> Instruction:
     out = Instruction(offset, 8, "FLAT", name)
     imm = w[0] & 0x1FFF
     out.mods.update(
-        offset=imm - 0x2000 if imm & 0x1000 and segment else imm, sc0=w[0] >> 16 & 1, nt=w[0] >> 17 & 1, sc1=w[0] >> 25 & 1
+        offset=imm - 0x2000 if imm & 0x1000 and segment else imm,
+        sc0=w[0] >> 16 & 1,
+        nt=w[0] >> 17 & 1,
+        sc1=w[0] >> 25 & 1,
     )
     width, data = row.widths
     if width and not ("atomic" in name and not out.mods["sc0"]):
@@ -313,7 +339,10 @@ def _mubuf(offset: int, w: Words) -> Instruction:
         out.dst = vector(code, result, acc)
     both = out.mods["offen"] and out.mods["idxen"]
     used = out.mods["offen"] or out.mods["idxen"]
-    out.srcs = [vector(w[1] & 0xFF, 2 if both else 1) if used else Operand(), scalar((w[1] >> 16 & 0x1F) * 4, 4)]
+    out.srcs = [
+        vector(w[1] & 0xFF, 2 if both else 1) if used else Operand(),
+        scalar((w[1] >> 16 & 0x1F) * 4, 4),
+    ]
     out.srcs.append(_src(w[1] >> 24, 1, name, None))
     out.srcs.append(vector(code, data, acc) if data else Operand())
     return out
@@ -348,7 +377,9 @@ def decode_one(code: bytes, offset: int) -> Instruction:
         raise DecodeError(f"word at byte {offset:#x} must be a gfx950 instruction, got {words[0]:#010x}")
     out = chosen(offset, words)
     if offset + out.size > len(code):
-        raise DecodeError(f"instruction {out.mnemonic} at byte {offset:#x} must end inside the code, got {len(code)}")
+        raise DecodeError(
+            f"instruction {out.mnemonic} at byte {offset:#x} must end inside the code, got {len(code)}"
+        )
     out.mods = {key: value for key, value in out.mods.items() if value}
     return out
 

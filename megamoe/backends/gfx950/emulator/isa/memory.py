@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .table import table
+from megamoe.backends.gfx950.emulator.isa.table import table
 
 DS = table(
     """

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import struct
 
-from ..errors import DecodeError
-from .instruction import ACC_BASE, Kind, Operand
+from megamoe.backends.gfx950.emulator.errors import DecodeError
+from megamoe.backends.gfx950.emulator.isa.instruction import ACC_BASE, Kind, Operand
 
 LITERAL, DPP, SDWA = 255, 250, 249
-_FLOATS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
+_FLOATS = {
+    240: 0.5,
+    241: -0.5,
+    242: 1.0,
+    243: -1.0,
+    244: 2.0,
+    245: -2.0,
+    246: 4.0,
+    247: -4.0,
+    248: 0.15915494309189532,
+}
 _SPECIAL = {235, 236, 237, 238, 239, 251, 252, 253}
 
 
@@ -18,7 +28,7 @@ def value_type(mnemonic: str) -> str:
     if name.startswith(("v_cvt_scalef32", "v_mfma", "v_pk_", "v_cvt_pk", "v_cvt_sr")):
         return "h" if name.endswith("_f16") and name.startswith("v_pk_") else "f"
     source = name.rsplit("_", 1)[-1]
-    if name.startswith("v_cvt_f16_f32") or name.startswith(("v_fma_mix", "v_dot2_f32")):
+    if name.startswith(("v_cvt_f16_f32", "v_fma_mix", "v_dot2_f32")):
         return "f"
     return {"f64": "d", "f16": "h", "b64": "i", "i64": "i", "u64": "i"}.get(source, "f")
 

@@ -1,8 +1,10 @@
-"""Opcodes of the scalar encodings. A row is `opcode (hex) mnemonic`, then the widths of destination and sources in dwords."""
+"""Opcodes of the scalar encodings.
+
+A row is `opcode (hex) mnemonic`, then the widths of destination and sources in dwords."""
 
 from __future__ import annotations
 
-from .table import table
+from megamoe.backends.gfx950.emulator.isa.table import table
 
 SOP2 = table(
     """

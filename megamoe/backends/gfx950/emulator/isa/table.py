@@ -27,7 +27,9 @@ def table(text: str) -> dict[int, Row]:
             continue
         opcode = int(fields[0], 16)
         if opcode in rows:
-            raise ValueError(f"opcode {opcode:#x} must be listed once, got {rows[opcode].mnemonic} and {fields[1]}")
+            raise ValueError(
+                f"opcode {opcode:#x} must be listed once, got {rows[opcode].mnemonic} and {fields[1]}"
+            )
         widths = tuple(int(field.lstrip("sk")) for field in fields[2:])
         rows[opcode] = Row(fields[1], widths, tuple(field[0] in "sk" for field in fields[2:]))
     return rows

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 
-from .instruction import ACC_BASE, Instruction, Kind, Operand
-from .operands import value_type
+from megamoe.backends.gfx950.emulator.isa.instruction import ACC_BASE, Instruction, Kind, Operand
+from megamoe.backends.gfx950.emulator.isa.operands import value_type
 
-_NAMED = {106: "vcc_lo", 107: "vcc_hi", 124: "m0", 126: "exec_lo", 127: "exec_hi", 102: "flat_scratch_lo", 103: "flat_scratch_hi",
-          104: "xnack_mask_lo", 105: "xnack_mask_hi"}  # fmt: skip
+_NAMED = {
+    106: "vcc_lo", 107: "vcc_hi", 124: "m0", 126: "exec_lo", 127: "exec_hi", 102: "flat_scratch_lo",
+    103: "flat_scratch_hi", 104: "xnack_mask_lo", 105: "xnack_mask_hi",
+}  # fmt: skip
 _PAIRS = {106: "vcc", 126: "exec", 102: "flat_scratch", 104: "xnack_mask"}
 _SPECIAL = {235: "src_shared_base", 236: "src_shared_limit", 237: "src_private_base", 238: "src_private_limit",
             239: "src_pops_exiting_wave_id", 251: "src_vccz", 252: "src_execz", 253: "src_scc"}  # fmt: skip
@@ -48,7 +50,11 @@ def _bits(value: int, count: int) -> str:
 
 def _waitcnt(simm: int) -> str:
     vm, exp, lgkm = simm & 15 | simm >> 10 & 0x30, simm >> 4 & 7, simm >> 8 & 15
-    parts = [f"{n}({v})" for n, v, top in (("vmcnt", vm, 63), ("expcnt", exp, 7), ("lgkmcnt", lgkm, 15)) if v != top]
+    parts = [
+        f"{n}({v})"
+        for n, v, top in (("vmcnt", vm, 63), ("expcnt", exp, 7), ("lgkmcnt", lgkm, 15))
+        if v != top
+    ]
     return " ".join(parts) or hex(simm)
 
 
@@ -57,10 +63,14 @@ def _scalar(i: Instruction) -> str:
     if i.encoding == "SOPP":
         if name == "s_waitcnt":
             return f"{name} {_waitcnt(simm)}"
-        return f"{name} {simm}" if name not in ("s_endpgm", "s_barrier", "s_wakeup", "s_icache_inv", "s_ttracedata") else name
+        return (
+            f"{name} {simm}"
+            if name not in ("s_endpgm", "s_barrier", "s_wakeup", "s_icache_inv", "s_ttracedata")
+            else name
+        )
     operands = [_operand(o, value_type(name)) for o in ([i.dst] if i.dst.kind else []) + i.srcs]
     if i.encoding == "SOPK":
-        operands = [_operand(i.dst if i.dst.kind else i.srcs[0])] + [hex(simm)]
+        operands = [_operand(i.dst if i.dst.kind else i.srcs[0]), hex(simm)]
         if "setreg" in name:
             operands = [hex(simm), _operand(i.srcs[0])]
     if i.encoding == "SMEM" and i.srcs:
@@ -124,7 +134,8 @@ def _vector_modifiers(i: Instruction) -> str:
     out += {1: " mul:2", 2: " mul:4", 3: " div:2"}.get(mods.get("omod", 0), "")
     out += "".join(f" {n}:{mods[n]}" for n in ("cbsz", "abid", "blgp") if mods.get(n))
     if mods.get("has_dpp"):
-        out += f" dpp_ctrl:{mods.get('dpp', 0):#x} row_mask:{mods.get('row_mask', 0):#x} bank_mask:{mods.get('bank_mask', 0):#x}"
+        fields = (("dpp_ctrl", "dpp"), ("row_mask", "row_mask"), ("bank_mask", "bank_mask"))
+        out += "".join(f" {label}:{mods.get(key, 0):#x}" for label, key in fields)
         out += " bound_ctrl:1" if mods.get("bound_ctrl") else ""
     if mods.get("has_sdwa"):
         out += "".join(f" {n}:{mods.get(n, 0)}" for n in ("dst_sel", "dst_unused", "src0_sel", "src1_sel"))
@@ -137,7 +148,11 @@ def _memory(i: Instruction) -> str:
     if i.encoding == "DS":
         parts += [_operand(o) for o in i.srcs]
         two = "read2" in i.mnemonic or "write2" in i.mnemonic or "wrxchg2" in i.mnemonic
-        text = "".join(f" {label}:{mods[key]}" for key, label in (("offset", "offset0" if two else "offset"), ("offset1", "offset1")) if mods.get(key))
+        text = "".join(
+            f" {label}:{mods[key]}"
+            for key, label in (("offset", "offset0" if two else "offset"), ("offset1", "offset1"))
+            if mods.get(key)
+        )
         return f"{i.mnemonic} " + ", ".join(parts) + text + _flags(i, ("gds",))
     if i.encoding == "MUBUF":
         if not i.srcs:

@@ -1,8 +1,10 @@
-"""Opcodes of VOP1, VOP2, VOPC and of VOP3 beyond them. Widths in dwords; `s` marks a scalar destination, `k` a scalar operand."""
+"""Opcodes of VOP1, VOP2, VOPC and of VOP3 beyond them.
+
+Widths in dwords; `s` marks a scalar destination, `k` a scalar operand."""
 
 from __future__ import annotations
 
-from .table import table
+from megamoe.backends.gfx950.emulator.isa.table import table
 
 VOP1 = table(
     """
