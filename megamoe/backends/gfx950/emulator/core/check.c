@@ -118,9 +118,10 @@ static void check_cell(Wave *w, const Inst *i, LdsCell *x, u32 address, int writ
     }
   }
   u32 others = x->readers & ~(1u << self);
-  if (write && others && on)
-    for (u32 k = 0; k < MAX_MATES; k++)
-      if (others >> k & 1 && x->r_time > g->known[0][k]) { add_finding(w, i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, k, x->r_inst, 0); break; }
+  u32 unordered = 0;
+  for (u32 left = others; left; left &= left - 1) if (x->r_time > g->known[0][__builtin_ctz(left)]) unordered |= left & -left;
+  if (write && unordered && on)
+    add_finding(w, i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, (u32)__builtin_ctz(unordered), x->r_inst, 0);
   if (write) {
     x->w_time = dma ? w->chk->seq + 1 : g->clock + 1; /* check_issue counts this operation afterwards */
     x->w_inst = (u32)(i - w->launch->prog);
@@ -128,10 +129,7 @@ static void check_cell(Wave *w, const Inst *i, LdsCell *x, u32 address, int writ
     x->w_flags = (u8)(dma ? 1 : write == 2 ? 2 : 0);
     x->readers = 0;
   } else {
-    int stale = 1;
-    for (u32 k = 0; k < MAX_MATES; k++) if (x->readers >> k & 1 && x->r_time > g->known[0][k]) stale = 0;
-    if (stale) x->readers = 0;
-    x->readers |= (u16)(1u << self);
+    x->readers = (u16)((unordered ? x->readers : 0) | 1u << self);
     x->r_time = g->clock + 1;
     x->r_inst = (u32)(i - w->launch->prog);
   }
@@ -140,12 +138,13 @@ void check_lds(Wave *w, const Inst *i, u32 address, int bytes, int write, int dm
   struct LdsCheck *g = w->group->chk;
   for (u32 at = address; at < address + (u32)bytes;) {
     u32 word = at >> 2, left = address + (u32)bytes - at, part = 4 - (at & 3) < left ? 4 - (at & 3) : left;
-    if (part == 4 && !g->sub[word]) {
+    if (part == 4 && !(g->cells[word].w_flags & 4)) {
       check_cell(w, i, &g->cells[word], at, write, dma);
     } else {
       if (!g->sub[word]) {
         g->sub[word] = malloc(4 * sizeof(LdsCell));
         for (int k = 0; k < 4; k++) g->sub[word][k] = g->cells[word];
+        g->cells[word].w_flags |= 4;
       }
       for (u32 k = 0; k < part; k++) check_cell(w, i, &g->sub[word][(at & 3) + k], at + k, write, dma);
     }

@@ -32,7 +32,7 @@ struct WaveCheck {
   struct Snapshot *pending_load;
 };
 
-typedef struct LdsCell { u32 w_time, w_inst, r_time, r_inst; u16 readers; u8 w_wave, w_flags; } LdsCell;
+typedef struct LdsCell { u32 w_time, w_inst, r_time, r_inst; u16 readers; u8 w_wave, w_flags; } LdsCell; /* flags: 1 a load into LDS, 2 atomic, 4 kept per byte */
 struct LdsCheck {
   LdsCell *cells;
   LdsCell **sub; /* per byte, where a dword was written in pieces */

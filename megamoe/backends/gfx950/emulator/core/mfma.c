@@ -46,9 +46,9 @@ static void element(Wave *w, u32 row, int type, int e, int first, int count, flo
     case T_BF6: for (int l = 0; l < count; l++) out[l] = bf6_to_f(six_bits(w, row, first + l, e)); break;
   }
 }
-/* acc[m][n] += sum over k of a[k][m] * b[k][n], n = 16 or 32 lanes wide. */
+typedef float V __attribute__((vector_size(64), aligned(4)));
+/* acc[m][n] += sum over k of a[k][m] * b[k][n], n = 16 or 32 lanes wide; eight accumulators stay in registers. */
 static void multiply16(float (*acc)[32], const Tile *a, const Tile *b, int depth) {
-  typedef float V __attribute__((vector_size(64), aligned(4)));
   for (int m0 = 0; m0 < 16; m0 += 8) {
     V s[8];
     for (int m = 0; m < 8; m++) s[m] = *(const V *)acc[m0 + m];
@@ -59,10 +59,21 @@ static void multiply16(float (*acc)[32], const Tile *a, const Tile *b, int depth
     for (int m = 0; m < 8; m++) *(V *)acc[m0 + m] = s[m];
   }
 }
+static void multiply32(float (*acc)[32], const Tile *a, const Tile *b, int depth) {
+  for (int m0 = 0; m0 < 32; m0 += 4) {
+    V s[4][2];
+    for (int m = 0; m < 4; m++) for (int h = 0; h < 2; h++) s[m][h] = *(const V *)&acc[m0 + m][16 * h];
+    for (int k = 0; k < depth; k++)
+      for (int h = 0; h < 2; h++) {
+        V y = *(const V *)&b->k[k][16 * h];
+        for (int m = 0; m < 4; m++) s[m][h] += a->k[k][m0 + m] * y;
+      }
+    for (int m = 0; m < 4; m++) for (int h = 0; h < 2; h++) *(V *)&acc[m0 + m][16 * h] = s[m][h];
+  }
+}
 static void multiply(float (*acc)[32], const Tile *a, const Tile *b, int size, int depth) {
-  if (size == 16) { multiply16(acc, a, b, depth); return; }
-  for (int m = 0; m < size; m++)
-    for (int k = 0; k < depth; k++) { float x = a->k[k][m]; for (int n = 0; n < size; n++) acc[m][n] += x * b->k[k][n]; }
+  if (size == 16) multiply16(acc, a, b, depth);
+  else multiply32(acc, a, b, depth);
 }
 static inline int result_row(int size, int r, int group) { return size == 16 ? 4 * group + r : 8 * (r / 4) + 4 * group + r % 4; }
 static inline u32 accumulator(Wave *w, const Inst *i, int k, int r, int lane) {

@@ -235,6 +235,7 @@ static void visit(const Use *u, Cell *x) {
   }
   if (!u->write) {
     if (u->sync) return;
+    if (x->readers[0].id == c->id || !x->readers[0].clk) { x->readers[0] = (Access){c->id, clk, inst}; return; }
     int slot = -1;
     for (int k = 0; k < NUM_READERS; k++) {
       Access *a = &x->readers[k];
@@ -261,7 +262,9 @@ static void visit(const Use *u, Cell *x) {
 void check_global(Wave *w, const Inst *i, u64 address, int bytes, int write, int atomic, int scope) {
   Machine *m = w->machine;
   if (!(m->detect & DETECT_GLOBAL)) return;
-  Alloc *a = find_alloc(m, address);
+  u32 cached = w->launch->alloc_cache[i - w->launch->prog];
+  Alloc *a = cached < m->num_allocs ? &m->allocs[cached] : 0;
+  if (!a || address < a->base || address >= a->base + a->size) a = find_alloc(m, address);
   if (!a || a->read_only) return;
   int sync = atomic || (scope >= SCOPE_AGENT && bytes <= 8);
   if (!a->pages) a->pages = calloc((a->size + 1027) / 1024, sizeof *a->pages);
