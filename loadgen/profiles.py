@@ -22,14 +22,14 @@ PROFILES: dict[str, RunProfile] = {
     # For the service's demo profile on 2 cores: steps of a few to 512 rows a rank, so that every path serves.
     "demo": RunProfile(
         scenario=ScenarioConfig(
-            concurrency=32,
+            concurrency=24,
             duration_wall_s=40.0,
             warmup_requests=2,
             time_scale=1 / 60,
-            token_scale=1 / 64,
+            token_scale=1 / 100,
             grace_wall_s=5.0,
         ),
-        tier=TierConfig(chunk_rows=512, decode_rounds_per_prefill=4),
+        tier=TierConfig(chunk_rows=512, decode_rounds_per_prefill=2),
     ),
 }
 

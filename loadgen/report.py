@@ -11,9 +11,12 @@ import csv
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from loadgen.attention_tier import TierConfig
 from loadgen.figures import (
@@ -30,7 +33,7 @@ from loadgen.figures import (
 from loadgen.moe_tier import TierInfo
 from loadgen.records import PathTimes, RequestRecord, RunPhase, RunRecord, Status
 from loadgen.scenario import SCENARIO, ScenarioConfig
-from loadgen.scrape import Counters
+from loadgen.scrape import Counters, Histogram
 from megamoe import Path as MoePath
 
 SCHEMA = "megamoe.loadgen.report/1"
@@ -174,7 +177,7 @@ def compare(record: RunRecord, counted: Counters | None, not_counted: str = "") 
         if not replies or histogram is None or not histogram.count:
             continue
         median = percentiles_of(replies, (50,))["p50"]
-        apart = abs(histogram.bucket_of(median) - histogram.quantile_bucket(0.5))
+        apart = _buckets_apart(histogram, replies)
         paths[path] |= {
             "replies_p50_ms": median * 1e3,
             "scraped_p50_ms": histogram.quantile(0.5) * 1e3,
@@ -192,6 +195,26 @@ def compare(record: RunRecord, counted: Counters | None, not_counted: str = "") 
         },
         "paths": paths,
     }
+
+
+def _buckets_apart(histogram: Histogram, replies: Sequence[float]) -> int:
+    """Buckets between the histogram's median and the median that the replies imply.
+
+    Ranks without rows observe a sub-step but are not called, so the histogram may hold more than was replied. Those
+    unknown times may lie anywhere, which makes the implied median a range; without unknown times it is a point.
+    """
+    ordered = np.sort(np.asarray(replies))
+    num_unknown = max(histogram.count - len(ordered), 0)
+    middle = histogram.count / 2
+    seen = histogram.quantile_bucket(0.5)
+    apart = 0
+    if num_unknown < middle:  # even if all unknown times are shorter, the median is a reply's
+        shortest = ordered[max(math.ceil(middle - num_unknown), 1) - 1]
+        apart = max(apart, histogram.bucket_of(float(shortest)) - seen)
+    if middle <= len(ordered):  # even if all unknown times are longer
+        longest = ordered[min(math.floor(middle), len(ordered) - 1)]
+        apart = max(apart, seen - histogram.bucket_of(float(longest)))
+    return apart
 
 
 def _path_mix(record: RunRecord) -> dict[str, dict[str, int]]:

@@ -90,11 +90,15 @@ def _run(seconds: list[float]) -> RunRecord:
     return record
 
 
-def _counted(seconds: list[float], calls: int | None = None) -> Counters:
-    page = Page(0)
-    for value in seconds:
-        page.step("compact", "decode", value)
-    counted = read_pages([page.text()])
+def _counted(
+    seconds: list[float], calls: int | None = None, idle_rank: list[float] | None = None
+) -> Counters:
+    """What two ranks counted; idle_rank: what rank 1 observed instead."""
+    pages = [Page(0), Page(1)]
+    for page, observed in zip(pages, (seconds, seconds if idle_rank is None else idle_rank)):
+        for value in observed:
+            page.step("compact", "decode", value)
+    counted = read_pages([page.text() for page in pages])
     if calls is not None:
         counted.group_layer_calls = calls
     return counted
@@ -121,6 +125,17 @@ def test_a_difference_is_named(counted: Counters, sentence: str) -> None:
     check = compare(_run([0.005] * 5), counted)
     assert check["match"] is False
     assert sentence in "; ".join(check["reasons"])
+
+
+def test_times_of_ranks_that_were_not_called_may_lie_anywhere() -> None:
+    run = _run([0.5] * 5)
+    for times in run.times.values():
+        del times.by_rank[1]
+    assert compare(run, _counted([0.5] * 5, idle_rank=[0.0005] * 5))["match"] is True
+    assert (
+        compare(run, _counted([0.0005] * 5, idle_rank=[0.0005] * 5))["match"] is True
+    )  # rank 1's could be ours
+    assert compare(run, _counted([0.005] * 5, idle_rank=[]))["match"] is False
 
 
 def test_after_a_failed_call_the_service_may_have_counted_more_but_not_less() -> None:
