@@ -24,6 +24,7 @@ from loadgen.report import PATHS
 
 REFRESH_S = 0.5
 LINE_EVERY_S = 5.0
+RATE_WINDOW_S = 10.0
 RECENT = 400
 """Layer calls per path that the live view takes its median from."""
 
@@ -47,11 +48,13 @@ class Progress:
         for step in record.steps[self._seen_steps :]:
             self.num_tokens += step.num_tokens
         self._seen_steps = len(record.steps)
-        self._rates = [*self._rates[-20:], (time.monotonic(), self._seen_steps, self.num_tokens)]
+        now = time.monotonic()
+        recent = [point for point in self._rates if now - point[0] < RATE_WINDOW_S]
+        self._rates = [*(recent or self._rates[-1:]), (now, self._seen_steps, self.num_tokens)]
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Steps and output tokens a second over the last updates."""
+        """Steps and output tokens a second of late."""
         (then, steps, tokens), (now, more_steps, more_tokens) = self._rates[0], self._rates[-1]
         span = now - then
         return ((more_steps - steps) / span, (more_tokens - tokens) / span) if span > 0 else (0.0, 0.0)
@@ -109,13 +112,13 @@ async def watch(replay: Replay, console: Console, title: str, *, plain: bool = F
     progress.update()
     plain = plain or not console.is_terminal
     if plain:
-        console.print(title, highlight=False)
+        console.print(title, highlight=False, soft_wrap=True)
 
     async def lines() -> None:
         while True:
             await asyncio.sleep(LINE_EVERY_S)
             progress.update()
-            console.print(progress.line(), highlight=False)
+            console.print(progress.line(), highlight=False, soft_wrap=True)
 
     async def redraw(live: Live) -> None:
         while True:
@@ -195,6 +198,10 @@ def _verdict(report: dict[str, Any]) -> list[Text]:
             f"Requests: {requests['completed']:,} completed, {requests['failed']:,} failed, "
             f"{requests['cancelled']:,} cancelled at the end; accept length {_number(report['accept_length'])}; "
             f"prefix-cache hit {'-' if hit is None else f'{hit:.3f}'} in theory"
+        ),
+        Text(
+            f"Steps of the profile: {report['prefill_steps']:,} with prefill, {report['decode_steps']:,} pure decode; "
+            f"{report['steps']['retried']:,} tried again, {report['steps']['failed']:,} failed"
         ),
         Text(
             f"Rows per rank: p50 {_number(rows['p50'], 0)}, p90 {_number(rows['p90'], 0)}, max "
