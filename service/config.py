@@ -118,7 +118,7 @@ class ServiceConfig(BaseModel):
     step_timeout_s: float = Field(10.0, gt=0, description="how long a rank waits for the others of its step")
     lease_timeout_s: float = Field(10.0, gt=0, description="a lease without traffic ends after this")
     max_micro_batches: int = Field(4, ge=1, le=16, description="micro-batches with an open plan at a time")
-    ring_slots: int = Field(8, ge=2, description="requests that a rank's ring holds besides bulk rows")
+    ring_slots: int = Field(32, ge=8, le=256, description="control messages that a request ring holds")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
 
     def __init__(self, **values: Any) -> None:

@@ -56,11 +56,11 @@ class Balance:
         self._seen = [0] * num_ranks
 
     @classmethod
-    def create(cls, name: str, num_ranks: int) -> Balance:
-        return cls(SharedSegment.create(name, 8 * num_ranks), num_ranks)
-
-    @classmethod
-    def attach(cls, name: str, num_ranks: int, *, timeout_s: float) -> Balance:
+    def open(cls, group_name: str, rank: int, num_ranks: int, *, timeout_s: float) -> Balance:
+        """Rank 0 makes it, the others wait for it."""
+        name = f"{group_name}-balance"
+        if rank == 0:
+            return cls(SharedSegment.create(name, 8 * num_ranks), num_ranks)
         return cls(SharedSegment.attach(name, timeout_s=timeout_s), num_ranks)
 
     def add(self, rank: int, num_rows: int) -> None:
@@ -76,8 +76,10 @@ class Balance:
         return sum(since) / len(since) / max(since)
 
     def close(self) -> None:
+        """Drop the mapping, and the name. Safe to call twice."""
         self._words.release()
         self._segment.close()
+        self._segment.unlink()
 
 
 class RankMetrics:

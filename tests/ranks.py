@@ -1,8 +1,8 @@
 """Runs a worker function on N ranks, each a real spawned process, and returns every rank's value.
 
-Rank processes are kept for the whole test session, because importing torch costs seconds. A rank that does not answer
-in time is killed, and so is every other rank of that run: the next run starts fresh ones. Whatever a run leaves in
-shared memory under its group name is removed.
+Rank processes are kept for the whole test session, because importing torch costs seconds. A rank that died, or does
+not answer in time and is killed for it, is replaced in the next run. Whatever a run leaves in shared memory under its
+group name is removed.
 
     values = run_ranks(8, worker, shape, seed)      # worker(Rank(rank, num_ranks, group_name), shape, seed)
 """
@@ -115,19 +115,17 @@ def run_outcomes(
         member.pipe.send((worker, Rank(rank, num_ranks, group_name), args))
         waiting[member.pipe] = rank
     deadline = time.monotonic() + timeout_s
-    failed = False
+    lost = []
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         for ready in wait(list(waiting), timeout=left_s):
             rank = waiting.pop(ready)  # type: ignore[arg-type]
             try:
                 outcomes[rank] = ready.recv()  # type: ignore[union-attr]
             except (EOFError, OSError):
-                failed = True
-    if waiting or failed:
-        # Ranks that hang or died take the others' processes with them: their state is unknown.
-        for member in members:
-            _stop(member)
-        del _pool[:num_ranks]
+                lost.append(rank)
+    for rank in [*lost, *waiting.values()]:
+        _stop(members[rank])
+        _pool.remove(members[rank])
     with contextlib.suppress(FileNotFoundError):
         unlink_all(group_name)
     return outcomes

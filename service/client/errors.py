@@ -84,6 +84,13 @@ def from_rpc(error: grpc.aio.AioRpcError, *, where: str, rank: int | None = None
     return remote_error(code, text, status=status, missing_ranks=ranks, rank=rank)
 
 
+def same_error(error: MegaMoeError) -> MegaMoeError:
+    """A new exception that says the same."""
+    made: Any = type(error)(str(error))
+    made.__dict__.update(error.__dict__)
+    return made  # type: ignore[no-any-return]
+
+
 def worst(errors: list[MegaMoeError]) -> MegaMoeError:
     """The error to raise when several ranks answered one: the refusal itself rather than its echo at the peers."""
     echoes = ("peer_refused", "unavailable")

@@ -140,8 +140,10 @@ class AsyncMoeGroup:
         if superseded:
             superseded[1].cancel()
         timeout = timeout_s or self.info.limits.step_timeout_s
+        # Ranks without rows need not be called when the others are told the whole vector.
+        called = [rank for rank, rows in enumerate(counts) if rows or not announce_counts] or [0]
         calls = []
-        for rank, stream in enumerate(self.streams):
+        for rank in called:
             intent = pb.StepIntent(
                 lease_serial=self.lease_serial,
                 plan_id=codec.plan_id_to_pb(plan_id),
@@ -152,7 +154,7 @@ class AsyncMoeGroup:
                 timeout_s=timeout_s or 0.0,
             )
             request = pb.ForwardRequest(step_intent=intent)
-            calls.append(stream.request(request, timeout_s=timeout + _MARGIN_S))
+            calls.append(self.streams[rank].request(request, timeout_s=timeout + _MARGIN_S))
         replies = await self._all(calls)
         plan, sub_steps = codec.plan_from_pb(replies[0].message.step_plan)
         step = AsyncStep(self, plan, sub_steps, announce_counts, timeout)
@@ -227,14 +229,14 @@ class AsyncStep:
             rank
             for rank, rows in enumerate(batches)
             if plan.num_rows_per_rank[rank] or num_rows_of(rows) or not self._announced
-        ]
+        ] or [0]
         envelopes = {rank: self._envelope(layer_idx, batches[rank]) for rank in called}
-        if called and sequence is None:
+        if sequence is None:
             sequence = group.next_sequence
             group.next_sequence += 1
         calls = []
         for rank, (message, parts) in envelopes.items():
-            message.layer_call.sequence = sequence or 0
+            message.layer_call.sequence = sequence
             stream = group.streams[rank]
             calls.append(stream.request(message, parts, timeout_s=2 * self._timeout_s + _MARGIN_S))
         replies = dict(zip(called, await group._all(calls)))

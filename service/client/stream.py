@@ -13,7 +13,7 @@ import grpc
 
 from megamoe.errors import MegaMoeError, UnavailableError
 from service import wire
-from service.client.errors import from_message, from_rpc
+from service.client.errors import from_message, from_rpc, same_error
 from service.pb import moe_pb2 as pb
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -70,19 +70,19 @@ class RankStream:
         return asyncio.ensure_future(self._exchange(request_id, wire.Envelope(message, parts)))
 
     async def _exchange(self, request_id: int, envelope: wire.Envelope[pb.ForwardRequest]) -> Reply:
-        if self._broken:
-            raise self._broken
+        self._raise_if_broken()
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
             async with self._write_lock:
-                if self._broken:
-                    raise self._broken
+                self._raise_if_broken()
                 try:
                     await self._call.write(envelope)
                 except grpc.aio.AioRpcError as error:
                     raise from_rpc(error, where=self._where, rank=self.rank) from error
                 except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+                    await asyncio.wait({self._reader}, timeout=1.0)  # it knows why the stream ended
+                    self._raise_if_broken()
                     raise UnavailableError(f"the stream to {self._where} is closed") from error
             return await future
         finally:
@@ -114,7 +114,13 @@ class RankStream:
         self._broken = error
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(same_error(error))
+                future.exception()  # seen: its request may have been abandoned
+
+    def _raise_if_broken(self) -> None:
+        """Each raise gets an exception of its own: a shared one would collect everybody's tracebacks."""
+        if self._broken is not None:
+            raise same_error(self._broken)
 
     async def close(self) -> None:
         """End the stream and its channel. Safe to call twice."""

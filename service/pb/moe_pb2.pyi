@@ -333,7 +333,7 @@ Global___PlanId: _TypeAlias = PlanId  # noqa: Y015
 
 @_typing.final
 class StepIntent(_message.Message):
-    """What this rank brings to a step. All ranks send one, ranks without rows too."""
+    """What this rank brings to a step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -356,8 +356,8 @@ class StepIntent(_message.Message):
     def plan_id(self) -> Global___PlanId: ...
     @_builtins.property
     def num_rows_per_rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows of every rank, where the caller knows them. Ranks whose count is 0 then need no calls at all. Empty = unknown:
-        then every rank must send its StepIntent and every LayerCall.
+        """Rows of every rank, where the caller knows them. Ranks whose count is 0 then need no StepIntent and no LayerCall.
+        Empty = unknown: then every rank must be sent its StepIntent and every LayerCall, without rows too.
         """
 
     def __init__(

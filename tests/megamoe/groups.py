@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from megamoe import (
 )
 from megamoe.routing import route_rank
 from tests.ranks import Rank
+
+# Oracles run while rank processes have the cores: a second thread would spin for a core that is not there.
+torch.set_num_threads(1)
 
 SHAPE = MoeShape(
     name="tests",
@@ -132,6 +136,19 @@ def batch_of(case: Case, shape: MoeShape, rank: int) -> MoeBatch:
     return MoeBatch.of(shape, x.bfloat16(), ids, weights)
 
 
+def whole_batch(case: Case, shape: MoeShape) -> MoeBatch:
+    """All ranks' rows as one batch, for the oracles."""
+    parts = [batch_of(case, shape, rank) for rank in range(shape.num_ranks)]
+    scales = [part.hidden_states_sf for part in parts if part.hidden_states_sf is not None]
+    return MoeBatch(
+        torch.cat([part.hidden_states for part in parts]),
+        torch.cat([part.topk_ids for part in parts]),
+        torch.cat([part.topk_weights for part in parts]),
+        torch.cat(scales) if scales else None,
+    )
+
+
+@cache
 def all_weights(shape: MoeShape, layer_idx: int = 0) -> LayerWeights:
     """All experts of a layer, as the oracles take them."""
     return random_layer_weights(shape, seed=SEED, layer_idx=layer_idx)
@@ -187,3 +204,8 @@ def cases_worker(
             bind_all(runtime)
         outputs = [call(runtime, case) for case in cases]
         return [Answer(out.hidden_states, out.sub_steps) for out in outputs]
+
+
+def whole_output(answers: Sequence[Answer]) -> torch.Tensor:
+    """All ranks' output rows in rank order."""
+    return torch.cat([answer.hidden_states for answer in answers])

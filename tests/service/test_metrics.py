@@ -164,10 +164,10 @@ def test_buckets_resolve_50_us_to_10_s() -> None:
 
 
 def test_balancedness_is_mean_over_max_over_ranks() -> None:
-    name = f"megamoe-t{os.getpid()}-balance"
+    name = f"megamoe-t{os.getpid()}"
     try:
-        mine = Balance.create(name, 4)
-        theirs = Balance.attach(name, 4, timeout_s=1.0)
+        mine = Balance.open(name, 0, 4, timeout_s=1.0)
+        theirs = Balance.open(name, 1, 4, timeout_s=1.0)
         assert mine.balancedness() is None
         for rank, rows in enumerate((10, 20, 30, 40)):
             theirs.add(rank, rows)

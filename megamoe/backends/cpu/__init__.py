@@ -1,6 +1,6 @@
 """The CPU backend: one process a rank on one host, a symmetric heap in POSIX shared memory, four real paths.
 
-heap: segments and views. signals: flags, waits, aborts. quant, experts, combine: the arithmetic. routed: index
+heap: segments and views. signals: flags, waits, aborts. experts, combine: the arithmetic. routed: index
 arithmetic. stages: what paths are made of; compact, fixed_slot, small_m, large_m: the paths. call: one sub-step's
 state. backend: the door.
 """

@@ -11,6 +11,7 @@ from megamoe.backends.cpu.compact import CompactPath
 from megamoe.backends.cpu.experts import BoundLayer, ExpertGemms, Scratch, dequantized
 from megamoe.backends.cpu.fixed_slot import FixedSlotPath
 from megamoe.backends.cpu.heap import Heap
+from megamoe.backends.cpu.large_m import LargeMPath
 from megamoe.backends.cpu.signals import INFO_ERROR, Phase, Signals
 from megamoe.backends.cpu.small_m import SmallMPath
 from megamoe.batch import MoeBatch, SubStepReport
@@ -23,6 +24,7 @@ _PATHS: dict[Path, type[PathRun]] = {
     Path.COMPACT: CompactPath,
     Path.FIXED_SLOT: FixedSlotPath,
     Path.SMALL_M: SmallMPath,
+    Path.LARGE_M: LargeMPath,
 }
 
 

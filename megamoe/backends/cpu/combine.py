@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megamoe import mx
 from megamoe.backends.cpu.call import Call
-from megamoe.backends.cpu.quant import dequantize_mxfp8
 from megamoe.backends.cpu.routed import Int64Array
 from megamoe.bundle import RowFormat
 from megamoe.shape import MX_BLOCK
@@ -50,7 +50,8 @@ def combine_tokens(call: Call, format_per_rank: Sequence[RowFormat], tokens: Int
             call.out[part] = _sum_rows(rows[part], weights[part], fp8[part])
         else:
             index = torch.from_numpy(tokens[start:stop])
-            call.out[index] = _sum_rows(rows[index], weights[index], fp8[index])
+            # Assignment by index, unlike by slice, does not convert.
+            call.out[index] = _sum_rows(rows[index], weights[index], fp8[index]).to(call.out.dtype)
 
 
 def _sum_rows(rows: torch.Tensor, weights: torch.Tensor, fp8: torch.Tensor) -> torch.Tensor:
@@ -68,7 +69,8 @@ def _sum_rows(rows: torch.Tensor, weights: torch.Tensor, fp8: torch.Tensor) -> t
         if any_fp8:
             u8 = row.view(torch.uint8)
             codes, sf = u8[:, :hidden], u8[:, hidden : hidden + hidden // MX_BLOCK]
-            decoded = dequantize_mxfp8(codes, sf, value if all_fp8 else torch.empty_like(total))
+            decoded = value if all_fp8 else torch.empty_like(total)
+            mx.dequantize_mxfp8_into(decoded, codes, sf, nan_codes=False)
             if not all_fp8:
                 value = torch.where(fp8[:, slot : slot + 1], decoded, value)
         total.add_(value)

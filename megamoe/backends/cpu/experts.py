@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megamoe.backends.cpu.quant import dequantize_mxfp8, quantize_mxfp8
+from megamoe import mx
 from megamoe.shape import MX_BLOCK, MoeShape
 from megamoe.weights import LayerWeights
 
@@ -127,13 +127,10 @@ class ExpertGemms:
 
     def decode(self, rows_u8: torch.Tensor, width: int) -> torch.Tensor:
         """Rows [m, >= width + width / 32] of codes and scales -> float32 [m, width] in work space."""
-        m = rows_u8.shape[0]
-        return dequantize_mxfp8(
-            rows_u8[:, :width],
-            rows_u8[:, width : width + width // MX_BLOCK],
-            self._work.get("x", m, width, torch.float32),
-            self._work.get("half", m, width, torch.int16),
-        )
+        x = self._work.get("x", rows_u8.shape[0], width, torch.float32)
+        sf = rows_u8[:, width : width + width // MX_BLOCK]
+        mx.dequantize_mxfp8_into(x, rows_u8[:, :width], sf, nan_codes=False)
+        return x
 
     def gemm1(
         self, layer: BoundLayer, tiles: Sequence[Tile], base: int, x: torch.Tensor, out_u8: torch.Tensor
@@ -144,6 +141,8 @@ class ExpertGemms:
         inter = self.shape.intermediate
         hidden = self._work.get("h", x.shape[0], 2 * inter, torch.float32)
         self._matmuls(layer.w1, tiles, base, x, hidden)
+        if self._pad:
+            self.padded_rows += sum(-(tile.stop - tile.start) % self.block_m for tile in tiles)
         gate, up = hidden[:, :inter], hidden[:, inter:]
         limit = self.shape.swiglu_limit
         if limit > 0:
@@ -154,7 +153,7 @@ class ExpertGemms:
         else:
             gate.copy_(torch.nn.functional.gelu(gate))
         gate.mul_(up)
-        quantize_mxfp8(gate, out_u8[:, :inter], out_u8[:, inter : inter + inter // MX_BLOCK])
+        mx.quantize_mxfp8_into(out_u8[:, :inter], out_u8[:, inter : inter + inter // MX_BLOCK], gate)
 
     def gemm2(self, layer: BoundLayer, tiles: Sequence[Tile], base: int, h_u8: torch.Tensor) -> torch.Tensor:
         """Intermediate rows as gemm1 wrote them -> result rows float32 [m, hidden] in work space."""
@@ -178,7 +177,6 @@ class ExpertGemms:
             padded_x[stop - start :] = 0.0
             torch.mm(padded_x, weights[tile.expert], out=padded_out)
             out[start:stop] = padded_out[: stop - start]
-            self.padded_rows += self.block_m - (stop - start)
 
 
 def encode_results(y: torch.Tensor, out_wide: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -190,4 +188,4 @@ def encode_results(y: torch.Tensor, out_wide: torch.Tensor, weights: torch.Tenso
     hidden = y.shape[1]
     y.mul_(weights.unsqueeze(1))
     u8 = out_wide.view(torch.uint8)
-    quantize_mxfp8(y, u8[:, :hidden], u8[:, hidden : hidden + hidden // MX_BLOCK])
+    mx.quantize_mxfp8_into(u8[:, :hidden], u8[:, hidden : hidden + hidden // MX_BLOCK], y)

@@ -20,6 +20,9 @@ from megamoe.layout import NUM_BUFFERS, WIDE_BYTES, HeapLayout
 from megamoe.shm import SharedSegment
 
 _MAGIC = 0x4D4D4F45
+_FINGERPRINT = slice(8, 40)
+"""Bytes of the header: digest of the deployment and the number of slots. Header and ready lines lie at the same
+offsets in every layout, so that ranks with different ones can still tell each other."""
 _UNUSED_EPOCH = 0x5EEDFACE
 """Epoch half of a flag before its first post: a sleeper on it is woken by the group's usual first epoch, 0. (Should a
 group start at this epoch, the posted bit keeps it right and only the first sleep is longer.)"""
@@ -95,28 +98,24 @@ class Heap:
         own = SharedSegment.create(segment_name(self.group_name, rank), layout.num_bytes)
         self._created = own
         self._opened.append(own)
-        own.buf[8:40] = fingerprint
+        own.buf[_FINGERPRINT] = fingerprint
         flags = layout.region("flags")
         own.tensor(flags.offset, (flags.num_bytes // 8,), torch.int64).fill_(_UNUSED_EPOCH)
         magic = own.word(layout.region("header").offset)
         magic.store(_MAGIC)
         magic.wake_all()
-        views: list[RankView] = []
+        segments: list[SharedSegment] = []
         missing: list[int] = []
         for peer in range(layout.num_ranks):
-            if peer == rank:
-                views.append(RankView(own, layout))
-                continue
             try:
-                views.append(self._attach(peer, fingerprint, deadline))
+                segments.append(own if peer == rank else self._attach(peer, deadline))
             except HeapError:
                 missing.append(peer)
         if missing:
             raise self._absent(missing, timeout_s)
-        self.ranks = tuple(views)
         ready = layout.region("ready").offset
-        for view in self.ranks:
-            word = view.segment.word(ready + 4 * rank)
+        for segment in segments:
+            word = segment.word(ready + 4 * rank)
             word.store(_MAGIC)
             word.wake_all()
         missing = [
@@ -126,23 +125,20 @@ class Heap:
         ]
         if missing:
             raise self._absent(missing, timeout_s)
+        # Only now, when nobody needs this rank's segment to find out the same.
+        said = [bytes(segment.buf[_FINGERPRINT]).decode() for segment in segments]
+        if len(set(said)) > 1:
+            each = ", ".join(f"rank {peer}: {text}" for peer, text in enumerate(said))
+            raise ConfigError(must_be("deployment (digest and number of slots)", "equal on all ranks", each))
+        self.ranks = tuple(RankView(segment, layout) for segment in segments)
 
-    def _attach(self, peer: int, fingerprint: bytes, deadline: float) -> RankView:
+    def _attach(self, peer: int, deadline: float) -> SharedSegment:
         name = segment_name(self.group_name, peer)
         segment = SharedSegment.attach(name, timeout_s=max(deadline - time.monotonic(), 0.0))
         self._opened.append(segment)
         if not segment.word(0).wait_while(0, max(deadline - time.monotonic(), 0.0)):
             raise HeapError(f"shared memory {name} was made but never filled in")
-        theirs = bytes(segment.buf[8:40])
-        if theirs != fingerprint:
-            raise ConfigError(
-                must_be(
-                    f"deployment of rank {peer}",
-                    f"that of rank {self.rank} ({fingerprint.decode()})",
-                    theirs.decode(),
-                )
-            )
-        return RankView(segment, self.layout)
+        return segment
 
     def _absent(self, missing: list[int], timeout_s: float) -> PeerTimeoutError:
         return PeerTimeoutError(
@@ -168,4 +164,5 @@ class Heap:
 
 
 def _fingerprint(layout: HeapLayout) -> bytes:
-    return f"{layout.bundle.deployment.fingerprint()}{layout.num_slots:016d}".encode()
+    text = f"{layout.bundle.deployment.fingerprint()}/{layout.num_slots}"
+    return text.ljust(_FINGERPRINT.stop - _FINGERPRINT.start).encode()

@@ -198,6 +198,13 @@ class Signals:
             if progress and 0 < (progress - self._epoch) & _MASK32 < 1 << 31:
                 raise self._timeout(1 << self.rank, peer)
 
+    def check_in_time(self) -> None:
+        """check_alive, and raise when this rank itself is past the deadline: its peers do not expect it any more,
+        and their memory may belong to a later launch."""
+        self.check_alive()
+        if time.monotonic() > self._deadline_s:
+            self._give_up([self.rank], "itself")
+
     def _give_up(self, missing: list[int], what: str) -> None:
         """Tell every rank that this launch is over, and why; then raise."""
         self.check_alive()

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megamoe import mx
 from megamoe.backends.cpu.call import Call
 from megamoe.backends.cpu.combine import combine_tokens
 from megamoe.backends.cpu.experts import Tile, encode_results, tiles_of
 from megamoe.backends.cpu.heap import WIDE
-from megamoe.backends.cpu.quant import mark_nan_blocks, quantize_mxfp8
 from megamoe.backends.cpu.routed import Int64Array, Outgoing, Received, RoutedRows, owners_of, routed_rows
 from megamoe.backends.cpu.signals import INFO_FP8, INFO_ROWS_MASK, Phase
 from megamoe.bundle import RowFormat
 from megamoe.layout import FlagKind
 from megamoe.shape import MX_BLOCK
-
-_QUANTIZE_ROWS = 64
 
 
 def quantize(call: Call) -> None:
@@ -33,17 +31,23 @@ def quantize(call: Call) -> None:
     if batch.hidden_states_sf is not None:
         codes.copy_(batch.hidden_states)
         sf.copy_(batch.hidden_states_sf)
-        mark_nan_blocks(codes, sf)
+        _mark_nan_blocks(codes, sf)
     else:
-        for start in range(0, n, _QUANTIZE_ROWS):
-            part = slice(start, min(start + _QUANTIZE_ROWS, n))
-            quantize_mxfp8(batch.hidden_states[part].to(torch.float32), codes[part], sf[part])
+        mx.quantize_mxfp8_into(codes, sf, batch.hidden_states)
     meta[:, 0] = torch.arange(n, dtype=torch.int32)
     meta[:, 1 : 1 + num_topk] = batch.topk_ids
     meta[:, 1 + num_topk : 1 + 2 * num_topk] = batch.topk_weights.view(torch.int32)
     owners = owners_of(batch.topk_ids, shape)
     call.outgoing = Outgoing(rows, meta, owners)
     call.count("dropped_slots", int((owners < 0).sum()))
+
+
+def _mark_nan_blocks(codes: torch.Tensor, sf: torch.Tensor) -> None:
+    """Give blocks that hold a NaN code the scale NaN, in place: rows from outside may carry such codes, and owners
+    look at scales only."""
+    nan = codes.bitwise_and(0x7F).eq_(0x7F)
+    if bool(nan.any()):
+        sf.masked_fill_(nan.view(*sf.shape, MX_BLOCK).any(-1), mx.SCALE_NAN)
 
 
 def write_rows(call: Call, dst_rank: int, tokens: Int64Array, first: int) -> None:
@@ -127,6 +131,8 @@ def load_rows(call: Call, payload_rows: Int64Array) -> torch.Tensor:
 
 def gemm1_chunk(call: Call, chunk: Sequence[Tile], payload_rows: Int64Array, out_u8: torch.Tensor) -> None:
     """GEMM1 of consecutive tiles: payload_rows [m] of the rows from chunk[0].start on; out_u8 [m, ...]."""
+    for _ in chunk if call.hook else ():
+        call.at("tile")
     if call.layer.w1 is not None:
         base = chunk[0].start
         call.rank_context.gemms.gemm1(call.layer, chunk, base, load_rows(call, payload_rows), out_u8)
@@ -176,7 +182,7 @@ def gemm2_all(call: Call, tiles: Sequence[Tile]) -> torch.Tensor:
 
 def begin_return(call: Call) -> None:
     """The last look before this rank writes into its peers' memory: if they gave up, this raises."""
-    call.signals.check_alive()
+    call.signals.check_in_time()
     call.signals.advance(Phase.RETURNED)
 
 

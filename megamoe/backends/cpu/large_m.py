@@ -1,0 +1,217 @@
+"""large_m: quantize is its own launch; dispatch, both GEMMs and combine overlap in one persistent launch.
+
+Counts per expert travel inside the launch, ahead of the rows, so a destination can lay out an expert's canonical row
+order before the rows are there. A tile runs as soon as the sources of its rows have arrived, in the order in which
+tiles became complete; a source's results go back when its last row is done; tokens are summed when their owners have
+answered. A source that is late holds up only the tiles that its rows belong to, and no rank waits for the group.
+Tiles hold the same rows as on compact, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megamoe.backends.cpu import stages
+from megamoe.backends.cpu.call import Call, PathRun
+from megamoe.backends.cpu.combine import combine_tokens
+from megamoe.backends.cpu.experts import Tile
+from megamoe.backends.cpu.heap import WIDE
+from megamoe.backends.cpu.routed import Int64Array, Received, routed_rows
+from megamoe.backends.cpu.signals import Phase
+from megamoe.backends.cpu.tile_board import TileBoard
+from megamoe.layout import FlagKind
+
+_MIN_TOKENS = 64
+"""Fewer complete tokens than this wait for more before they are summed."""
+
+
+class LargeMPath(PathRun):
+    STAGES = ("quantize", "persistent")
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        shape = call.rank_context.layout.bundle.shape
+        self._busy = [rank for rank, rows in enumerate(call.launch.sub_step.num_rows_per_rank) if rows]
+        self._board = TileBoard(
+            call.num_ranks, shape.num_experts_per_rank, call.rank_context.gemms.block_m, self._busy
+        )
+        # Routed rows lie source after source, in order of arrival; bounded by what all sources can send here.
+        most = sum(call.launch.sub_step.num_rows_per_rank) * shape.num_topk
+        self._payload_row: Int64Array = np.empty(most, dtype=np.int64)
+        self._weights = np.empty(most, dtype=np.float32)
+        self._results = stages.result_rows(call, most)
+        self._num_routed = 0
+        self._block: dict[int, tuple[int, Int64Array]] = {}
+        """Per arrived source: where its routed rows begin, and their places at the source."""
+        self._returned: set[int] = set()
+        self._seen_owners = 0
+        self._combined = np.zeros(call.batch.num_rows, dtype=bool)
+
+    def quantize(self) -> None:
+        with self.call.timed("quantize"):
+            stages.quantize(self.call)
+
+    def persistent(self) -> None:
+        call = self.call
+        with call.timed("dispatch"):
+            stages.choose_format(call, 0, 0)
+            self._send()
+            self._owners_of_token = self._owner_bits()
+        while not self._finished():
+            with call.timed("dispatch"):
+                self._receive()
+            chunk = self._board.take(call.rank_context.gemms.chunk_rows)
+            if len(chunk):
+                self._compute(chunk)
+            with call.timed("gemm2"):
+                self._return_finished()
+            with call.timed("combine"):
+                self._look_at_returns()
+                if not len(chunk) or self._board.finished:
+                    self._combine_complete()
+            if not len(chunk) and not self._finished():
+                call.signals.wait_any(self._news, self._missing)
+
+    # ------------------------------------------------------------------------------------------- dispatch
+
+    def _send(self) -> None:
+        """Counts per expert to every destination, then rows, densely packed into this source's own area."""
+        call, outgoing = self.call, self.call.outgoing
+        assert outgoing is not None
+        shape = call.rank_context.layout.bundle.shape
+        ids = call.batch.topk_ids.numpy().ravel()
+        counts = np.bincount(ids[ids >= 0], minlength=shape.num_experts).reshape(call.num_ranks, -1)
+        tokens = outgoing.tokens_per_rank(call.num_ranks)
+        call.count("prepare_passes")
+        call.count("count_exchanges")
+        for dst_rank in call.peers_in_turn():
+            call.buffer_of(dst_rank).counts[call.rank, : shape.num_experts_per_rank] = counts[dst_rank]
+            call.count_sent(dst_rank, 4 * shape.num_experts_per_rank)
+            call.post(dst_rank, FlagKind.COUNTS, ring=True)
+        call.signals.advance(Phase.COUNTED)
+        call.at("counts")
+        call.at("payload")
+        for dst_rank in call.peers_in_turn():
+            stages.write_rows(call, dst_rank, tokens[dst_rank], call.rank * call.capacity)
+            call.post(dst_rank, FlagKind.PAYLOAD, len(tokens[dst_rank]), ring=True)
+        call.signals.advance(Phase.SENT)
+
+    def _receive(self) -> None:
+        """Take note of every source whose counts or rows have arrived since the last look."""
+        call, board = self.call, self._board
+        num_experts = call.rank_context.layout.bundle.shape.num_experts_per_rank
+        for src_rank in self._busy:
+            if not board.known[src_rank] and call.signals.seen(FlagKind.COUNTS, src_rank):
+                board.set_counts(src_rank, call.own_buffer.counts[src_rank, :num_experts])
+            if not board.known[src_rank] or board.arrived[src_rank]:
+                continue
+            if call.signals.seen(FlagKind.PAYLOAD, src_rank):
+                self._take_rows(src_rank)
+                if board.arrived.all():
+                    call.at("received")
+
+    def _take_rows(self, src_rank: int) -> None:
+        call = self.call
+        block = Received(src_rank, src_rank * call.capacity, stages.rows_sent_by(call, src_rank))
+        routed = routed_rows(call.rank_context.layout, call.rank, call.own_buffer.meta, [block])
+        first = self._num_routed
+        stop = first + routed.num_rows
+        self._payload_row[first:stop] = routed.payload_row
+        self._weights[first:stop] = routed.weights
+        self._block[src_rank] = (first, routed.result_index)
+        self._num_routed = stop
+        self._board.set_arrived(src_rank, first)
+        call.count("rows_received", routed.num_rows)
+
+    # ------------------------------------------------------------------------------------------- tiles
+
+    def _compute(self, chunk: Int64Array) -> None:
+        """Both GEMMs of some complete tiles; results are laid down source by source."""
+        call = self.call
+        routed, sizes = self._board.rows_of(chunk)
+        stops = np.cumsum(sizes)
+        experts = self._board.experts_of(chunk)
+        tiles = [
+            Tile(int(expert), int(stop - size), int(stop))
+            for expert, size, stop in zip(experts, sizes, stops, strict=True)
+        ]
+        payload_rows = self._payload_row[routed]
+        h_u8 = stages.intermediate_rows(call, len(routed))
+        with call.timed("gemm1"):
+            stages.gemm1_chunk(call, tiles, payload_rows, h_u8)
+        with call.timed("gemm2"):
+            width = self._results.shape[1]
+            encoded = call.rank_context.scratch.get("encoded", len(routed), width, WIDE)
+            stages.gemm2_chunk(call, tiles, payload_rows, self._weights[routed], h_u8, encoded)
+            self._results.index_copy_(0, torch.from_numpy(routed), encoded)
+        self._board.set_done(chunk)
+
+    # ------------------------------------------------------------------------------------------- results
+
+    def _return_finished(self) -> None:
+        """Send back the results of every source whose rows are all done; sources without rows get their flag."""
+        call = self.call
+        for src_rank in call.peers_in_turn():
+            if src_rank in self._returned or not self._board.source_finished(src_rank):
+                continue
+            if not self._returned:
+                stages.begin_return(call)
+            first, index = self._block.get(src_rank, (0, np.empty(0, dtype=np.int64)))
+            results = self._results[first : first + len(index)]
+            stages.return_rows(call, src_rank, results, index, ring=True)
+            self._returned.add(src_rank)
+            if len(self._returned) == call.num_ranks:
+                call.at("returned")
+
+    def _owner_bits(self) -> np.ndarray:
+        """[n] int64: a bit for every owner that a token needs."""
+        outgoing = self.call.outgoing
+        assert outgoing is not None
+        owners = outgoing.owners.astype(np.int64)
+        bits: np.ndarray = np.bitwise_or.reduce(np.where(owners < 0, 0, 1 << np.maximum(owners, 0)), axis=1)
+        return bits
+
+    def _look_at_returns(self) -> None:
+        """Take note of the owners that have answered."""
+        for rank in range(self.call.num_ranks):
+            self._seen_owners |= self.call.signals.seen(FlagKind.RETURN, rank) << rank
+
+    def _combine_complete(self) -> None:
+        """Sum the tokens whose owners have all answered."""
+        call = self.call
+        complete = ~self._combined & (self._owners_of_token & ~self._seen_owners == 0)
+        count = int(complete.sum())
+        everyone = self._seen_owners == (1 << call.num_ranks) - 1
+        if not count or (count < _MIN_TOKENS and not everyone):
+            return
+        call.at("combine")
+        infos = [call.signals.info(FlagKind.RETURN, rank) for rank in range(call.num_ranks)]
+        tokens = None if count == len(complete) else np.flatnonzero(complete)
+        combine_tokens(call, stages.formats_of(infos), tokens)
+        self._combined |= complete
+
+    def _finished(self) -> bool:
+        return (
+            len(self._returned) == self.call.num_ranks
+            and self._seen_owners == (1 << self.call.num_ranks) - 1
+            and bool(self._combined.all())
+        )
+
+    def _news(self) -> bool:
+        """Whether anything arrived that _receive or _look_at_returns has not seen yet."""
+        signals, board = self.call.signals, self._board
+        for src_rank in self._busy:
+            if not board.known[src_rank]:
+                if signals.seen(FlagKind.COUNTS, src_rank):
+                    return True
+            elif not board.arrived[src_rank] and signals.seen(FlagKind.PAYLOAD, src_rank):
+                return True
+        return any(
+            not self._seen_owners >> rank & 1 and signals.seen(FlagKind.RETURN, rank)
+            for rank in range(self.call.num_ranks)
+        )
+
+    def _missing(self) -> list[int]:
+        late = [rank for rank in self._busy if not self._board.arrived[rank]]
+        return late or [rank for rank in range(self.call.num_ranks) if not self._seen_owners >> rank & 1]

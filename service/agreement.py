@@ -1,0 +1,338 @@
+"""Carries StepIntents between ranks: a few entries per rank and micro-batch on the board.
+
+Decides nothing itself: `megamoe.agree` and `admission.admit` are pure functions of what lies there. What this file
+owns is that all ranks look at the same thing: an outcome is complete entries of all ranks, or an error that was
+written into some rank's entry before they were complete. Entries change only under the board's lock, and a rank
+overwrites an entry only when every rank that has one for the same step knows the outcome. Timeouts name the ranks
+whose intent is missing; the sentence of the rank that gives up first is the one that all ranks answer, also ranks
+that come late.
+
+Steps of a micro-batch are brought in order by each caller, but a rank without rows (counts vector) may be brought in
+late by others, so steps overlap a little: hence more than two entries.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import IntFlag
+
+from megamoe import Phase, PlanId, StepIntent, StepPlan, agree
+from megamoe.errors import MegaMoeError
+from service.admission import AdmissionLimits, RankLoad, admit
+from service.board import (
+    ERROR_BYTES,
+    INTENT_BYTES,
+    NUM_ENTRIES,
+    Board,
+    error_of,
+    intent_at,
+    keys_at,
+    pack_error,
+    unpack_error,
+)
+from service.messages import ErrorReply
+
+_KEY = struct.Struct("<QQQ")  # lease serial, step id, mark: of every entry of a micro-batch, side by side
+_ENTRY = struct.Struct("<BBBBQQQIIQ8I")
+"""phase, dtype, draining, has counts, weights, placement, policy, rows, queued calls, open rows, counts."""
+_ERROR_AT = 128
+assert max(_ENTRY.size, _ERROR_AT) == _ERROR_AT
+assert _ERROR_AT + ERROR_BYTES <= INTENT_BYTES
+
+_PHASES = tuple(Phase)
+DTYPES = ("bfloat16", "mxfp8")
+
+
+class Mark(IntFlag):
+    """What there is to say about an entry without reading it."""
+
+    POSTED = 1
+    FAILED = 2
+    SETTLED = 4
+    """Its rank knows the outcome."""
+    CALLED = 8
+    """Its rank's own caller brought it."""
+    HAS_COUNTS = 16
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Where an entry lies and whose step it is."""
+
+    rank: int
+    entry_idx: int
+    serial: int
+    step_id: int
+    mark: int
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A plan that all ranks hold. has_counts: some rank's caller sent the whole counts vector."""
+
+    plan: StepPlan
+    has_counts: bool
+
+
+Outcome = Agreed | ErrorReply
+
+
+class IntentTable:
+    """The intents of a board, for one rank."""
+
+    def __init__(self, board: Board, rank: int, *, max_step_rows: int, limits: AdmissionLimits) -> None:
+        self._board = board
+        self._rank = rank
+        self._max_step_rows = max_step_rows
+        self._limits = limits
+        self._all_keys = struct.Struct(f"<{3 * board.num_ranks * NUM_ENTRIES}Q")
+
+    # ------------------------------------------------------------------------------ bytes
+
+    def _keys(self, micro_batch_idx: int) -> list[_Key]:
+        """The keys of all entries that were ever written, ordered by rank."""
+        words = self._all_keys.unpack_from(self._board.buf, keys_at(self._board.num_ranks, micro_batch_idx))
+        return [
+            _Key(at // (3 * NUM_ENTRIES), at // 3 % NUM_ENTRIES, words[at], words[at + 1], words[at + 2])
+            for at in range(0, len(words), 3)
+            if words[at + 2]
+        ]
+
+    def _of_step(self, serial: int, plan_id: PlanId) -> dict[int, _Key]:
+        """The entries of a step, by rank."""
+        return {
+            key.rank: key
+            for key in self._keys(plan_id.micro_batch_idx)
+            if key.step_id == plan_id.step_id and key.serial == serial
+        }
+
+    def _write_key(self, micro_batch_idx: int, key: _Key) -> None:
+        at = keys_at(self._board.num_ranks, micro_batch_idx)
+        at += (key.rank * NUM_ENTRIES + key.entry_idx) * _KEY.size
+        _KEY.pack_into(self._board.buf, at, key.serial, key.step_id, key.mark)
+
+    def _entry_at(self, micro_batch_idx: int, key: _Key) -> int:
+        return intent_at(self._board.num_ranks, micro_batch_idx, key.rank, key.entry_idx)
+
+    def _write(self, intent: StepIntent, load: RankLoad, key: _Key) -> None:
+        counts = intent.num_rows_per_rank
+        _ENTRY.pack_into(
+            self._board.buf,
+            self._entry_at(intent.plan_id.micro_batch_idx, key),
+            _PHASES.index(intent.phase),
+            DTYPES.index(intent.dtype),
+            intent.draining,
+            counts is not None,
+            intent.weights_version,
+            intent.placement_version,
+            intent.policy_version,
+            intent.num_rows,
+            load.queued_calls,
+            load.open_rows,
+            *(counts or ()),
+            *(0,) * (8 - len(counts or ())),
+        )
+
+    def _read(self, micro_batch_idx: int, key: _Key) -> tuple[StepIntent, RankLoad]:
+        board = self._board
+        phase, dtype, draining, has_counts, weights, placement, policy, rows, queued, open_rows, *counts = (
+            _ENTRY.unpack_from(board.buf, self._entry_at(micro_batch_idx, key))
+        )
+        intent = StepIntent(
+            rank=key.rank,
+            num_ranks=board.num_ranks,
+            plan_id=PlanId(board.generation, key.step_id, micro_batch_idx),
+            num_rows=rows,
+            phase=_PHASES[phase],
+            dtype=DTYPES[dtype],
+            weights_version=weights,
+            placement_version=placement,
+            policy_version=policy,
+            draining=bool(draining),
+            num_rows_per_rank=tuple(counts[: board.num_ranks]) if has_counts else None,
+        )
+        return intent, RankLoad(queued_calls=queued, open_rows=open_rows)
+
+    def _error(self, micro_batch_idx: int, keys: Iterable[_Key]) -> ErrorReply | None:
+        """The error that some rank wrote for a step; whoever came later copied it."""
+        for key in keys:
+            if key.mark & Mark.FAILED:
+                return unpack_error(self._board.buf, self._entry_at(micro_batch_idx, key) + _ERROR_AT)
+        return None
+
+    def _set_error(self, micro_batch_idx: int, key: _Key, error: ErrorReply) -> None:
+        pack_error(self._board.buf, self._entry_at(micro_batch_idx, key) + _ERROR_AT, error)
+
+    # ------------------------------------------------------------------------------ writing
+
+    def post(
+        self,
+        serial: int,
+        intent: StepIntent,
+        load: RankLoad,
+        *,
+        called: bool,
+        refused: ErrorReply | None = None,
+    ) -> bool:
+        """Put this rank's intent on the board and wake whoever that concerns; `settle` tells the outcome.
+
+        called: this rank's own caller brought it. refused: the caller's intent is wrong; all ranks of this step get
+        that error. Returns False, having done nothing, while every entry is still needed by some rank.
+        """
+        board, plan_id = self._board, intent.plan_id
+        micro_batch_idx, counts = plan_id.micro_batch_idx, intent.num_rows_per_rank
+        others = [rank for rank in range(board.num_ranks) if rank != self._rank]
+        with board.locked():
+            entry_idx = self._free_entry(micro_batch_idx)
+            if entry_idx is None:
+                return False
+            theirs = self._of_step(serial, plan_id)
+            mark = Mark.POSTED | (Mark.CALLED if called else 0)
+            mark |= Mark.HAS_COUNTS if counts is not None else 0
+            key = _Key(self._rank, entry_idx, serial, plan_id.step_id, mark)
+            self._write(intent, load, key)
+            failed = self._error(micro_batch_idx, theirs.values())
+            failed = failed or self._passed(serial, plan_id, {**theirs, self._rank: key}) or refused
+            if failed is not None:
+                self._set_error(micro_batch_idx, key, failed)
+                key = replace(key, mark=mark | Mark.FAILED)
+            self._write_key(micro_batch_idx, key)
+            board.highest_step = max(board.highest_step, plan_id.step_id)
+            board.bump_intents(micro_batch_idx)
+        missing = [rank for rank in others if rank not in theirs]
+        if failed is not None or not missing:
+            board.ring(others)
+        elif counts is not None:
+            # Ranks that nobody calls must bring their entry themselves. The others come when they are called.
+            board.ring(rank for rank in missing if not counts[rank])
+        return True
+
+    def _free_entry(self, micro_batch_idx: int) -> int | None:
+        """An entry of this rank that was never used, or the one of the earliest step that nobody needs any more."""
+        keys = self._keys(micro_batch_idx)
+        mine = [key for key in keys if key.rank == self._rank]
+        used = {key.entry_idx for key in mine}
+        for entry_idx in range(NUM_ENTRIES):
+            if entry_idx not in used:
+                return entry_idx
+        needed = {(key.serial, key.step_id) for key in keys if not key.mark & Mark.SETTLED}
+        free = [key for key in mine if (key.serial, key.step_id) not in needed]
+        return min(free, key=lambda key: (key.serial, key.step_id)).entry_idx if free else None
+
+    def _passed(self, serial: int, plan_id: PlanId, entries: dict[int, _Key]) -> ErrorReply | None:
+        """A rank whose caller brought a later step without this one never brings it, unless it need not be called."""
+        micro_batch_idx, step_id = plan_id.micro_batch_idx, plan_id.step_id
+        later = {
+            key.rank: key.step_id
+            for key in self._keys(micro_batch_idx)
+            if key.serial == serial and key.step_id > step_id and key.mark & Mark.CALLED
+        }
+        for rank, later_step in later.items():
+            if rank in entries or rank == self._rank or self._uncalled(micro_batch_idx, entries, rank):
+                continue
+            return ErrorReply(
+                code="agreement",
+                message=f"step {step_id} of micro-batch {micro_batch_idx} must be brought by all ranks in turn, got "
+                f"step {later_step} from rank {rank} without it",
+            )
+        return None
+
+    def _uncalled(self, micro_batch_idx: int, entries: dict[int, _Key], rank: int) -> bool:
+        """Whether a counts vector says that a rank takes part without being called."""
+        for key in entries.values():
+            if key.mark & Mark.HAS_COUNTS:
+                counts = self._read(micro_batch_idx, key)[0].num_rows_per_rank
+                if counts is not None and not counts[rank]:
+                    return True
+        return False
+
+    def mark_settled(self, serial: int, plan_id: PlanId) -> None:
+        """This rank does not wait for the outcome of a step any more."""
+        with self._board.locked():
+            mine = self._of_step(serial, plan_id).get(self._rank)
+            if mine is not None:
+                self._settle_key(plan_id.micro_batch_idx, mine)
+
+    def _settle_key(self, micro_batch_idx: int, key: _Key, more: int = 0) -> None:
+        self._write_key(micro_batch_idx, replace(key, mark=key.mark | Mark.SETTLED | more))
+
+    # ------------------------------------------------------------------------------ outcomes
+
+    def settle(self, serial: int, plan_id: PlanId) -> Outcome | None:
+        """The outcome of a step to which this rank has posted: the same on all ranks; None while ranks are missing."""
+        return self._outcome(serial, plan_id, None)
+
+    def withdraw(self, serial: int, plan_id: PlanId, waited_s: float) -> Outcome:
+        """Give up waiting: the outcome after all if it is there, else an error that names the missing ranks."""
+        outcome = self._outcome(serial, plan_id, waited_s)
+        assert outcome is not None
+        return outcome
+
+    def _outcome(self, serial: int, plan_id: PlanId, waited_s: float | None) -> Outcome | None:
+        board, micro_batch_idx = self._board, plan_id.micro_batch_idx
+        found_here = False
+        with board.locked():
+            entries = self._of_step(serial, plan_id)
+            mine = entries[self._rank]
+            failed = self._error(micro_batch_idx, entries.values())
+            missing = [rank for rank in range(board.num_ranks) if rank not in entries]
+            if failed is None and missing:
+                failed = self._passed(serial, plan_id, entries)
+                if failed is None and waited_s is not None:
+                    failed = _timeout(plan_id, waited_s, missing)
+                if failed is None:
+                    return None
+                found_here = True
+            if failed is not None:
+                # Late ranks find the error in any entry of the step and answer the same.
+                self._set_error(micro_batch_idx, mine, failed)
+                self._settle_key(micro_batch_idx, mine, Mark.FAILED)
+                if found_here:
+                    board.bump_intents(micro_batch_idx)
+            else:
+                self._settle_key(micro_batch_idx, mine)
+                brought = [self._read(micro_batch_idx, entries[rank]) for rank in range(board.num_ranks)]
+        if found_here:
+            board.ring_all()
+        return failed or self._agree(brought)
+
+    def _agree(self, brought: list[tuple[StepIntent, RankLoad]]) -> Outcome:
+        try:
+            plan = agree([intent for intent, _ in brought], max_step_rows=self._max_step_rows)
+            admit([load for _, load in brought], plan.max_rows, self._limits)
+        except MegaMoeError as error:
+            return error_of(error)
+        return Agreed(plan, any(intent.num_rows_per_rank is not None for intent, _ in brought))
+
+    def uncalled_step(self, serial: int, micro_batch_idx: int) -> tuple[PlanId, tuple[int, ...], str] | None:
+        """The lowest step that others wait for, whose counts vector says that this rank is not called.
+
+        Returns (plan id, counts vector, dtype).
+        """
+        with self._board.locked():
+            keys = self._keys(micro_batch_idx)
+            mine = {(key.serial, key.step_id) for key in keys if key.rank == self._rank}
+            waiting = [
+                key
+                for key in keys
+                if key.serial == serial
+                and key.mark & (Mark.HAS_COUNTS | Mark.SETTLED) == Mark.HAS_COUNTS
+                and (serial, key.step_id) not in mine
+            ]
+            for key in sorted(waiting, key=lambda key: key.step_id):
+                intent, _ = self._read(micro_batch_idx, key)
+                counts = intent.num_rows_per_rank
+                if counts is not None and not counts[self._rank]:
+                    return intent.plan_id, counts, intent.dtype
+        return None
+
+
+def _timeout(plan_id: PlanId, waited_s: float, missing: list[int]) -> ErrorReply:
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return ErrorReply(
+        code="peer_timeout",
+        message=f"plan {plan_id} must be agreed within {waited_s:g} s, got no intent of {who}",
+        missing_ranks=tuple(missing),
+    )

@@ -1,0 +1,138 @@
+"""`megamoe serve | plan | doctor | demo`: the command line of the service.
+
+Owns: what is printed. Settings come from service.config alone; every command takes the same ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megamoe.errors import MegaMoeError
+from service.cli_options import with_config_options
+from service.config import ServiceConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help="Expert-parallel MoE layers as a service.",
+)
+
+
+@app.command()
+@with_config_options
+def serve(config: ServiceConfig) -> None:
+    """Start the service: ranks, front and metrics. Ctrl-C or SIGTERM stops it cleanly."""
+    from service.info import State
+    from service.supervisor import Supervisor
+
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+
+    def on_up(state: State) -> None:
+        where = state.addresses
+        typer.echo(
+            f"megamoe is ready: generation {state.generation}, {len(where.ranks)} ranks, "
+            f"{config.moe_shape.num_layers} layers of {config.label}, profile {config.profile}\n"
+            f"  front    {where.front}   (gRPC: GetInfo, ForwardStep, Admin)\n"
+            f"  ranks    {' '.join(where.ranks)}   (gRPC: Forward)\n"
+            f"  metrics  {' '.join(where.metrics)}   (Prometheus)\n"
+            f"  http     http://{where.http}/sd  /healthz  /readyz\n"
+            f"  memory   /dev/shm/{state.group_name}-*"
+        )
+        for path, reason in config.bundle.reasons.items():
+            typer.echo(f"  {path} is not built: {reason}")
+
+    typer.echo(f"megamoe starts {config.moe_shape.num_ranks} ranks with the {config.launcher} launcher ...")
+    try:
+        asyncio.run(Supervisor(config, on_up=on_up).run())
+    except MegaMoeError as error:
+        typer.secho(f"megamoe serve: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo("megamoe has stopped")
+
+
+@app.command()
+@with_config_options
+def plan(config: ServiceConfig) -> None:
+    """What a deployment would build: runtimes, bytes per path and region, and whether this machine holds it."""
+    from service.cli_plan import print_plan
+
+    if not print_plan(config):
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_config_options
+def doctor(config: ServiceConfig) -> None:
+    """Whether this machine can run the configuration: python, torch, shared memory, ports, ray."""
+    from service.cli_doctor import print_diagnosis
+
+    if not print_diagnosis(config):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the report and the service's log")] = Path(
+        "out/agentx"
+    ),
+    launcher: Annotated[str, typer.Option(help="ray or local")] = "ray",
+    duration: Annotated[float | None, typer.Option(help="seconds of load; default: about a minute")] = None,
+) -> None:
+    """Start the service, run the agentx scenario of the load generator against it, stop everything."""
+    from service.demo import run_demo
+
+    with _told():
+        status = run_demo(out=out, launcher=launcher, duration_s=duration)
+    raise typer.Exit(status)
+
+
+@app.command()
+def drain(
+    front: Annotated[str, typer.Argument(help="address of the front, host:port")],
+    resume: Annotated[bool, typer.Option(help="take plans again")] = False,
+) -> None:
+    """Let a running service finish what is open and take no new plans."""
+    from service.client import Front
+
+    with _told(), Front(front) as opened:
+        typer.echo("draining" if opened.drain(resume=resume) else "serving")
+
+
+@app.command("set-path")
+def set_path(
+    front: Annotated[str, typer.Argument(help="address of the front, host:port")],
+    path: Annotated[str, typer.Argument(help="small_m, fixed_slot or large_m")],
+    enabled: Annotated[bool, typer.Option("--on/--off", help="switch it on or off")] = True,
+) -> None:
+    """Switch a path of a running service; it takes effect on all ranks at one agreed step."""
+    from service.client import Front
+
+    with _told(), Front(front) as opened:
+        policy = opened.set_path_enabled(path, enabled)
+        typer.echo(f"{path} is {'on' if enabled else 'off'} from policy version {policy.version}")
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Errors of a service as one line."""
+    try:
+        yield
+    except MegaMoeError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,107 @@
+"""Launchers: who starts, watches and stops the rank processes of a group. Lifecycle only; no data goes through here.
+
+Owns: what a rank process is told (RankSpec) and what it says back (RankUp), and the choice between `local` and `ray`.
+Both launchers start fresh interpreters (never fork: a forked child of a process with live gRPC threads hangs), set
+malloc and thread settings before they start, and refuse ranks on different hosts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megamoe.errors import ConfigError
+from service.config import ServiceConfig, child_environment
+from service.info import Addresses
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """All that one rank process needs to know at start. group_name: prefix of the group's shared memory."""
+
+    config: ServiceConfig
+    rank: int
+    generation: int
+    group_name: str
+
+    def to_json(self) -> str:
+        table = {name: getattr(self, name) for name in ("rank", "generation", "group_name")}
+        return json.dumps(table | {"config": self.config.model_dump(mode="json")})
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSpec:
+        table: dict[str, Any] = json.loads(text)
+        return cls(**table | {"config": ServiceConfig(**table["config"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankUp:
+    """A rank that has opened, bound its layers, warmed up and listens. host: name of the machine it runs on."""
+
+    rank: int
+    pid: int
+    host: str
+    port: int
+    metrics_port: int
+
+
+class Launcher(Protocol):
+    """Starts one group at a time. Methods block and are called from one thread; `failures` from any."""
+
+    def launch(self, specs: Sequence[RankSpec], *, timeout_s: float) -> list[RankUp]:
+        """Start all ranks and wait until each is up, in rank order.
+
+        Raises the error of the rank that failed, PeerTimeoutError naming ranks that are not up within timeout_s,
+        ConfigError when the ranks cannot all run on one host. Nothing runs afterwards then.
+        """
+
+    def serve(self, addresses: Addresses) -> None:
+        """Tell all ranks that all are up: from now on they say SERVING."""
+
+    def failures(self) -> dict[int, str]:
+        """Ranks that ended without being asked, each with what is known; empty while all live."""
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Ask all ranks to stop; who has not within timeout_s is killed. Safe to call twice."""
+
+    def close(self) -> None:
+        """Give back what the launcher itself started."""
+
+
+def open_launcher(config: ServiceConfig) -> Launcher:
+    """The launcher that the configuration names. Raises ConfigError when it cannot work here."""
+    if config.launcher == "local":
+        from service.launcher_local import LocalLauncher
+
+        return LocalLauncher()
+    try:
+        from service.launcher_ray import RayLauncher
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"launcher ray needs the package {error.name}: install it, or use --launcher local"
+        ) from error
+    return RayLauncher(config)
+
+
+def rank_environment(config: ServiceConfig, inherited_path: str = "") -> dict[str, str]:
+    """Variables for a rank process; this checkout comes first on its path, so that all ranks run the same code."""
+    root = str(Path(__file__).resolve().parent.parent)
+    path = root if not inherited_path else f"{root}:{inherited_path}"
+    return {**child_environment(config), "PYTHONPATH": path}
+
+
+def refuse_many_hosts(ups: Sequence[RankUp]) -> None:
+    """Expert parallelism here means one host: the ranks write into each other's memory. Raises ConfigError."""
+    hosts = {up.host for up in ups}
+    if len(hosts) > 1:
+        said = ", ".join(f"rank {up.rank}: {up.host}" for up in ups)
+        raise ConfigError(
+            f"all ranks must run on one host, since they share its memory, got {len(hosts)} hosts ({said})"
+        )
+
+
+def up_to_json(up: RankUp) -> dict[str, Any]:
+    return asdict(up)

@@ -1,0 +1,463 @@
+"""The plans of one rank: taken from callers, brought to the board, agreed, closed. Never blocks.
+
+Owns per micro-batch the plan that is being agreed or open, the intents that wait behind it, and a few earlier plans.
+Opens plans on behalf of callers that need not call (counts vector with a zero for this rank). Refuses intents that
+are stale on this rank alone; what is wrong with an intent of the current step is brought to the board, so that all
+ranks answer it. One caller of these methods at a time (the step loop's lock).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from megamoe import Bundle, PathPolicy, Phase, PlanId, StepIntent, StepPlan, SubStep, choose_path
+from megamoe.errors import AgreementError, InvalidArgumentError, MegaMoeError, StaleCallError, must_be
+from service.admission import AdmissionLimits, RankLoad
+from service.agreement import DTYPES, Agreed, IntentTable, Outcome
+from service.board import Board, error_of
+from service.lease import Lease, LeaseTable, check_serial
+from service.messages import CloseRequest, ErrorReply, IntentRequest, PlanReply, Reply
+
+MAX_STEP_ID = 2**62
+"""Step ids stay below: no caller can use up the ids of a generation."""
+_MAX_ROWS = 2**31 - 1
+_REMEMBERED_PLANS = 16
+"""Earlier plans of a micro-batch that a late layer call, or a call to join, can still name."""
+BLOCKED_POLL_S = 0.001
+"""How soon to look again whether ranks have settled a step whose entry is to be overwritten."""
+
+Answer = Callable[[Reply], None]
+
+
+class PlanStatus(Enum):
+    WAITING = "waiting for the step before it"
+    POSTED = "being agreed"
+    OPEN = "open"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+@dataclass(eq=False)
+class PlanState:
+    """One plan on this rank. called: its own caller opened it. poison: why this rank refuses all its layer calls."""
+
+    lease_serial: int
+    plan_id: PlanId
+    timeout_s: float
+    request: IntentRequest | None
+    counts: tuple[int, ...] | None
+    called: bool
+    status: PlanStatus = PlanStatus.WAITING
+    answers: list[Answer] = field(default_factory=list)
+    deadline: float = 0.0
+    close_requested: bool = False
+    plan: StepPlan | None = None
+    has_counts: bool = False
+    sub_steps: tuple[SubStep, ...] = ()
+    policy: PathPolicy | None = None
+    error: ErrorReply | None = None
+    poison: ErrorReply | None = None
+    last_layer_idx: int = -1
+
+    def needs_no_call(self, rank: int) -> bool:
+        """Whether this rank follows the plan's layer calls without being called."""
+        return self.has_counts and self.plan is not None and not self.plan.num_rows_per_rank[rank]
+
+
+@dataclass(eq=False)
+class _MicroBatch:
+    """waiting: intents of this rank's caller that are not on the board yet. unsettled: posted, outcome unknown.
+
+    recent: the latest plans by step id. last_step: the latest that the caller brought.
+    """
+
+    idx: int
+    waiting: deque[PlanState] = field(default_factory=deque)
+    unsettled: list[PlanState] = field(default_factory=list)
+    recent: OrderedDict[int, PlanState] = field(default_factory=OrderedDict)
+    last_step: int = 0
+    seen_version: int = -1
+    blocked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedVersions:
+    """The newest versions that this rank has staged besides the policy's."""
+
+    weights: int = 0
+    placement: int = 0
+
+
+class PlanBook:
+    """See the module. on_plan is told of every plan that was agreed, on_error of every plan that was not."""
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        bundle: Bundle,
+        *,
+        policies: Mapping[int, PathPolicy],
+        step_timeout_s: float,
+        lease_timeout_s: float,
+        limits: AdmissionLimits,
+        queued_calls: Callable[[], int] = lambda: 0,
+        on_plan: Callable[[StepPlan, PathPolicy], None] = lambda plan, policy: None,
+    ) -> None:
+        self._board = board
+        self._rank = rank
+        self._bundle = bundle
+        self._policies = policies
+        self.step_timeout_s = step_timeout_s
+        self._queued_calls = queued_calls
+        self._on_plan = on_plan
+        self._max_step_rows = bundle.deployment.step_rows_limit
+        self._table = IntentTable(board, rank, max_step_rows=self._max_step_rows, limits=limits)
+        self.leases = LeaseTable(board, timeout_s=lease_timeout_s)
+        self.versions = StagedVersions()
+        self.draining = False
+        self._micro_batches = [_MicroBatch(idx) for idx in range(board.max_micro_batches)]
+        self._lease_version = -1
+        self._lease = Lease(0, 0, False, "")
+
+    # ------------------------------------------------------------------------------ lease
+
+    @property
+    def lease(self) -> Lease:
+        """The lease in force; plans of an earlier one end when a new one is seen."""
+        if self._board.lease_version != self._lease_version:
+            with self._board.locked():
+                self._lease_version = self._board.lease_version
+                lease = self.leases.read()
+            changed = lease.serial != self._lease.serial or not lease.held
+            self._lease = lease
+            if changed:
+                self._end_plans()
+        return self._lease
+
+    def _end_plans(self) -> None:
+        """Close what belongs to a lease that is over."""
+        for micro_batch in self._micro_batches:
+            for plan in list(micro_batch.recent.values()):
+                try:
+                    check_serial(self._lease, plan.lease_serial)
+                except StaleCallError as stale:
+                    if plan.status is PlanStatus.OPEN:
+                        plan.status = PlanStatus.CLOSED
+                    elif plan.status is PlanStatus.POSTED:
+                        self._table.mark_settled(plan.lease_serial, plan.plan_id)
+                        micro_batch.unsettled.remove(plan)
+                        self._fail(plan, error_of(stale))
+                    elif plan.status is PlanStatus.WAITING:
+                        micro_batch.waiting.remove(plan)
+                        self._fail(plan, error_of(stale))
+
+    def check_lease(self, serial: int, now: float) -> None:
+        """Raise StaleCallError unless `serial` is in force; else the holder was heard of just now."""
+        check_serial(self.lease, serial)
+        self._board.mark_traffic(self._rank, int(now * 1e9))
+
+    # ------------------------------------------------------------------------------ from callers
+
+    def take_intent(self, request: IntentRequest, answer: Answer, now: float) -> None:
+        """Open a plan. Raises what only concerns this rank; everything else is answered when it is known."""
+        plan_id = request.plan_id
+        self.check_lease(request.lease_serial, now)
+        micro_batch = self._micro_batch(plan_id)
+        if plan_id.step_id >= MAX_STEP_ID:
+            raise InvalidArgumentError(must_be("step_id", f"below {MAX_STEP_ID}", plan_id.step_id))
+        known = micro_batch.recent.get(plan_id.step_id)
+        if known is not None and not known.called and known is self.find(request.lease_serial, plan_id):
+            self._take_late_intent(known, request, answer)
+            return
+        if plan_id.step_id <= micro_batch.last_step or known is not None:
+            raise StaleCallError(
+                must_be(
+                    f"step_id of micro-batch {micro_batch.idx}",
+                    f"above {micro_batch.last_step}, the last one",
+                    plan_id.step_id,
+                )
+            )
+        if plan_id.step_id < self._lease.first_step_id:
+            raise StaleCallError(
+                must_be("step_id", f"at least {self._lease.first_step_id} in this lease", plan_id.step_id)
+            )
+        timeout_s = request.timeout_s or self.step_timeout_s
+        plan = PlanState(
+            request.lease_serial,
+            PlanId(self._board.generation, plan_id.step_id, plan_id.micro_batch_idx),
+            min(max(timeout_s, 0.0), self.step_timeout_s),
+            request,
+            request.num_rows_per_rank,
+            called=True,
+            answers=[answer],
+        )
+        for earlier in micro_batch.recent.values():
+            if earlier.called:
+                self._close(earlier)
+        self._remember(micro_batch, plan)
+        micro_batch.last_step = plan_id.step_id
+        micro_batch.waiting.append(plan)
+        self._advance(micro_batch, now)
+
+    def _take_late_intent(self, known: PlanState, request: IntentRequest, answer: Answer) -> None:
+        """The caller of a rank that went ahead without it does call: it gets the plan, if it says the same."""
+        known.called = True
+        counts = request.num_rows_per_rank
+        if request.num_rows or (counts is not None and counts != known.counts):
+            said = list(counts) if counts is not None else f"num_rows {request.num_rows} of rank {self._rank}"
+            known.poison = error_of(
+                AgreementError(
+                    must_be(
+                        f"counts of plan {known.plan_id}",
+                        f"num_rows_per_rank {list(known.counts or ())} as other ranks' callers sent",
+                        said,
+                    )
+                )
+            )
+            answer(known.poison)
+        else:
+            self._answer_intent(known, answer)
+
+    def _answer_intent(self, plan: PlanState, answer: Answer) -> None:
+        if plan.error is not None:
+            answer(plan.error)
+        elif plan.plan is None:
+            plan.answers.append(answer)
+        elif plan.poison is not None:
+            answer(plan.poison)
+        else:
+            answer(PlanReply(plan=plan.plan, sub_steps=plan.sub_steps))
+
+    def close(self, request: CloseRequest, now: float) -> None:
+        """CloseStep: closing what is closed already does nothing. Raises StaleCallError for an unknown plan."""
+        self.check_lease(request.lease_serial, now)
+        plan_id = request.plan_id
+        plan = self.find(request.lease_serial, plan_id)
+        if plan is not None:
+            self._close(plan)
+        elif (
+            plan_id.generation != self._board.generation
+            or plan_id.step_id > self._micro_batch(plan_id).last_step
+        ):
+            raise StaleCallError(must_be("plan_id", "a plan of this lease", plan_id))
+
+    def _close(self, plan: PlanState) -> None:
+        if plan.status is PlanStatus.OPEN:
+            plan.status = PlanStatus.CLOSED
+        plan.close_requested = True
+
+    def _micro_batch(self, plan_id: PlanId) -> _MicroBatch:
+        if not 0 <= plan_id.micro_batch_idx < len(self._micro_batches):
+            limit = len(self._micro_batches) - 1
+            raise InvalidArgumentError(
+                must_be("micro_batch_idx", f"from 0 to {limit} (max_micro_batches)", plan_id.micro_batch_idx)
+            )
+        return self._micro_batches[plan_id.micro_batch_idx]
+
+    def _remember(self, micro_batch: _MicroBatch, plan: PlanState) -> None:
+        recent = micro_batch.recent
+        recent[plan.plan_id.step_id] = plan
+        live = (PlanStatus.WAITING, PlanStatus.POSTED)
+        for step_id in list(recent)[: max(len(recent) - _REMEMBERED_PLANS, 0)]:
+            if recent[step_id].status not in live:
+                del recent[step_id]
+
+    # ------------------------------------------------------------------------------ lookups
+
+    def find(self, lease_serial: int, plan_id: PlanId) -> PlanState | None:
+        """A plan of this rank, open or not, as long as it is remembered."""
+        if plan_id.generation != self._board.generation or plan_id.micro_batch_idx >= len(
+            self._micro_batches
+        ):
+            return None
+        plan = self._micro_batches[plan_id.micro_batch_idx].recent.get(plan_id.step_id)
+        return plan if plan is not None and plan.lease_serial == lease_serial else None
+
+    def open_for_calls(self, lease_serial: int, plan_id: PlanId) -> PlanState:
+        """The plan that a layer call names: open, or still being agreed. Raises StaleCallError saying why not."""
+        if plan_id.generation != self._board.generation:
+            raise StaleCallError(must_be("generation", self._board.generation, plan_id.generation))
+        plan = self.find(lease_serial, plan_id)
+        if plan is None:
+            raise StaleCallError(must_be("plan_id", "an open plan", f"{plan_id}, which is not"))
+        if plan.status is PlanStatus.FAILED or plan.status is PlanStatus.CLOSED or plan.close_requested:
+            raise not_open(plan)
+        return plan
+
+    def num_waiting(self) -> int:
+        """Intents that are not answered yet."""
+        return sum(len(one.waiting) + len(one.unsettled) for one in self._micro_batches)
+
+    def next_deadline(self, now: float) -> float:
+        """When to look again though nothing rang; infinity if nothing waits."""
+        deadline = float("inf")
+        for micro_batch in self._micro_batches:
+            if micro_batch.blocked:
+                deadline = min(deadline, now + BLOCKED_POLL_S)
+            for plan in micro_batch.unsettled:
+                deadline = min(deadline, plan.deadline)
+        return deadline
+
+    # ------------------------------------------------------------------------------ agreement
+
+    def advance(self, now: float) -> None:
+        """Move every micro-batch on as far as the board allows."""
+        _ = self.lease
+        for micro_batch in self._micro_batches:
+            version = self._board.intent_version(micro_batch.idx)
+            if (
+                version != micro_batch.seen_version
+                or micro_batch.blocked
+                or any(now >= plan.deadline for plan in micro_batch.unsettled)
+            ):
+                micro_batch.seen_version = version
+                self._advance(micro_batch, now)
+
+    def _advance(self, micro_batch: _MicroBatch, now: float) -> None:
+        micro_batch.blocked = False
+        while True:
+            for plan in list(micro_batch.unsettled):
+                outcome = self._table.settle(plan.lease_serial, plan.plan_id)
+                if outcome is None and now >= plan.deadline:
+                    outcome = self._table.withdraw(plan.lease_serial, plan.plan_id, plan.timeout_s)
+                if outcome is not None:
+                    micro_batch.unsettled.remove(plan)
+                    self._settled(plan, outcome)
+            following = self._next_plan(micro_batch)
+            if following is None:
+                return
+            if not self._post(micro_batch, following, now):
+                micro_batch.blocked = True
+                return
+
+    def _next_plan(self, micro_batch: _MicroBatch) -> PlanState | None:
+        """What this rank brings to the board next: steps in order, the caller's and those that need no call."""
+        own = micro_batch.waiting[0] if micro_batch.waiting else None
+        following = own
+        found = self._table.uncalled_step(self._lease.serial, micro_batch.idx) if self._lease.held else None
+        if found is not None and (own is None or found[0].step_id < own.plan_id.step_id):
+            plan_id, counts, dtype = found
+            request = IntentRequest(
+                lease_serial=self._lease.serial,
+                plan_id=plan_id,
+                num_rows=0,
+                phase=Phase.IDLE,
+                dtype=dtype,
+                num_rows_per_rank=counts,
+            )
+            following = PlanState(
+                self._lease.serial, plan_id, self.step_timeout_s, request, counts, called=False
+            )
+        if following is None:
+            return None
+        step_id = following.plan_id.step_id
+        earlier = any(plan.plan_id.step_id < step_id for plan in micro_batch.unsettled)
+        return None if earlier else following
+
+    def _post(self, micro_batch: _MicroBatch, plan: PlanState, now: float) -> bool:
+        request = plan.request
+        assert request is not None
+        refused: ErrorReply | None = None
+        try:
+            intent = self._intent(request, plan.plan_id)
+        except MegaMoeError as error:
+            refused = error_of(error)
+            intent = StepIntent(
+                rank=self._rank,
+                num_ranks=self._board.num_ranks,
+                plan_id=plan.plan_id,
+                num_rows=0,
+                phase=Phase.IDLE,
+            )
+        if not self._table.post(plan.lease_serial, intent, self._load(), called=plan.called, refused=refused):
+            return False
+        if plan.called:
+            micro_batch.waiting.popleft()
+        else:
+            self._remember(micro_batch, plan)
+        micro_batch.unsettled.append(plan)
+        plan.status = PlanStatus.POSTED
+        plan.deadline = now + plan.timeout_s
+        return True
+
+    def _intent(self, request: IntentRequest, plan_id: PlanId) -> StepIntent:
+        """What this rank brings. Raises what is wrong with it: an answer for all ranks."""
+        if request.plan_id.generation != self._board.generation:
+            raise StaleCallError(must_be("generation", self._board.generation, request.plan_id.generation))
+        if request.dtype not in DTYPES:
+            raise InvalidArgumentError(must_be("dtype", f"one of {', '.join(DTYPES)}", repr(request.dtype)))
+        for rows in (request.num_rows, *(request.num_rows_per_rank or ())):
+            if not 0 <= rows <= _MAX_ROWS:
+                raise InvalidArgumentError(must_be("num_rows", f"from 0 to {_MAX_ROWS}", rows))
+        return StepIntent(
+            rank=self._rank,
+            num_ranks=self._board.num_ranks,
+            plan_id=plan_id,
+            num_rows=request.num_rows,
+            phase=request.phase,
+            dtype=request.dtype,
+            weights_version=self.versions.weights,
+            placement_version=self.versions.placement,
+            policy_version=max(self._policies),
+            draining=self.draining,
+            num_rows_per_rank=request.num_rows_per_rank,
+        )
+
+    def _load(self) -> RankLoad:
+        open_rows = sum(
+            plan.plan.max_rows
+            for micro_batch in self._micro_batches
+            for plan in micro_batch.recent.values()
+            if plan.status is PlanStatus.OPEN and plan.called and plan.plan is not None
+        )
+        return RankLoad(queued_calls=self._queued_calls(), open_rows=open_rows)
+
+    def _settled(self, plan: PlanState, outcome: Outcome) -> None:
+        if not isinstance(outcome, Agreed):
+            self._fail(plan, outcome)
+            return
+        plan.plan = outcome.plan
+        plan.has_counts = outcome.has_counts
+        plan.status = PlanStatus.CLOSED if plan.close_requested else PlanStatus.OPEN
+        policy = self._policies.get(outcome.plan.policy_version)
+        if policy is None:
+            # Agreed on something that this rank does not have: all ranks get this error with the first layer call.
+            plan.poison = ErrorReply(
+                code="internal",
+                message=f"rank {self._rank} must have policy version {outcome.plan.policy_version}, got "
+                f"{sorted(self._policies)}",
+            )
+        else:
+            plan.policy = policy
+            plan.sub_steps = choose_path(outcome.plan, self._bundle, policy)
+            self._on_plan(outcome.plan, policy)
+        self._board.mark_progress(self._rank)
+        for answer in plan.answers:
+            self._answer_intent(plan, answer)
+        plan.answers.clear()
+
+    def _fail(self, plan: PlanState, error: ErrorReply) -> None:
+        plan.status = PlanStatus.FAILED
+        plan.error = error
+        for answer in plan.answers:
+            answer(error)
+        plan.answers.clear()
+
+    def fail_all(self, error: ErrorReply) -> None:
+        """The group is down: answer everything that waits."""
+        for micro_batch in self._micro_batches:
+            for plan in (*micro_batch.waiting, *micro_batch.unsettled):
+                self._fail(plan, error)
+            micro_batch.waiting.clear()
+            micro_batch.unsettled.clear()
+
+
+def not_open(plan: PlanState) -> StaleCallError:
+    """Why a layer call of this plan is refused."""
+    why = f" ({plan.error.message})" if plan.error is not None else ""
+    state = plan.status.value if plan.status is not PlanStatus.OPEN else "closed"
+    return StaleCallError(f"plan {plan.plan_id} must be open, got {state}{why}")

@@ -1,0 +1,453 @@
+"""The one thread that owns a rank's runtime: it reads the rank's rings and the board, and nothing else.
+
+Event-driven: it sleeps on the rank's doorbell, which rings and other ranks ring; on waking it takes what is in the
+rings, moves plans on, and executes layer calls strictly in sequence order. A second thread stands in for it while it
+is inside a layer call, so that plans of other micro-batches are agreed and refusals answered meanwhile: a layer
+call that waits for a peer never keeps that peer's caller waiting for a plan. The stand-in never touches the runtime.
+Refuses nothing itself (plan_book.py and call_queue.py do); a bug in it brings the group down, loudly.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from megamoe import Bundle, MoeBatch, MoeOutput, PathPolicy, StepPlan, SubStepReport
+from megamoe.errors import InternalError, MegaMoeError
+from service import ring_codec
+from service.admission import AdmissionLimits
+from service.board import Board, error_of
+from service.call_queue import CallQueue, Work
+from service.messages import (
+    CloseRequest,
+    DoneReply,
+    DrainRequest,
+    ErrorReply,
+    IntentRequest,
+    LeaseRequest,
+    PolicyRequest,
+    Reply,
+    Request,
+)
+from service.plan_book import PlanBook, StagedVersions
+from service.ring_consumer import Record, RingConsumer
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
+"""How long a loop sleeps when nothing is due: only a guard, everything that matters rings."""
+_STAND_IN_S = 0.25
+"""The same for the stand-in: the latest moment at which a plan times out during a layer call."""
+
+
+class RuntimeLike(Protocol):
+    """What the loop needs of megamoe.Runtime."""
+
+    @property
+    def bundle(self) -> Bundle: ...
+
+    @property
+    def policy(self) -> PathPolicy: ...
+
+    @property
+    def next_sequence(self) -> int: ...
+
+    def stage_policy(self, policy: PathPolicy) -> None: ...
+
+    def forward(
+        self,
+        batch: MoeBatch | None,
+        plan: StepPlan,
+        layer_idx: int,
+        *,
+        sequence: int,
+        refusal: bool = False,
+        timeout_s: float,
+        out: torch.Tensor | None = None,
+    ) -> MoeOutput: ...
+
+
+class Observer(Protocol):
+    """Who is told what happened, from the device thread: each call may only enqueue."""
+
+    def record_plan(self, plan: StepPlan, policy: PathPolicy) -> None: ...
+
+    def record_step(self, plan: StepPlan, policy: PathPolicy, reports: tuple[SubStepReport, ...]) -> None: ...
+
+    def record_error(self, code: str) -> None: ...
+
+    def record_policy(self, policy: PathPolicy) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """step_timeout_s: how long an intent waits for the others, and a layer call for its peers.
+
+    limits: None = as much as AdmissionLimits.of gives.
+    """
+
+    step_timeout_s: float = 10.0
+    lease_timeout_s: float = 10.0
+    limits: AdmissionLimits | None = None
+
+
+class RankState:
+    """All that a rank knows between two instants, without threads and without a runtime. Never blocks.
+
+    Callers hold one lock around every method. clock: seconds, monotonic and the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        bundle: Bundle,
+        *,
+        policy: PathPolicy,
+        rings: Sequence[RingConsumer] = (),
+        settings: LoopSettings | None = None,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        settings = settings or LoopSettings()
+        self.board = board
+        self.rank = rank
+        self.rings = list(rings)
+        self.policies = {policy.version: policy}
+        self.to_stage: list[tuple[Record, PathPolicy]] = []
+        """Policies that the device thread must stage."""
+        self._observer = observer
+        self._clock = clock
+        self._version = -1
+        self._deadline = 0.0
+        self._down: ErrorReply | None = None
+        self.plans = PlanBook(
+            board,
+            rank,
+            bundle,
+            policies=self.policies,
+            step_timeout_s=settings.step_timeout_s,
+            lease_timeout_s=settings.lease_timeout_s,
+            limits=settings.limits
+            or AdmissionLimits.of(bundle.deployment, max_micro_batches=board.max_micro_batches),
+            queued_calls=lambda: len(self.calls),
+            on_plan=self._on_plan,
+        )
+        self.calls = CallQueue(board, rank, bundle, self.plans, self.answer)
+
+    # ------------------------------------------------------------------------------ one turn
+
+    def turn(self) -> None:
+        """Take what the rings hold and move plans on. Executes nothing."""
+        now = self._clock()
+        for ring in self.rings:
+            for record in ring.poll():
+                self._take(record, now)
+        if self._down is None and self.board.down is not None:
+            self.go_down(self.board.down)
+        version = self.board.version
+        if version != self._version or now >= self._deadline:
+            self._version = version
+            self.plans.advance(now)
+        self._deadline = self.plans.next_deadline(now)
+
+    def next_work(self) -> Work | None:
+        """What the device thread executes next, if its turn has come."""
+        return None if self._down is not None else self.calls.next_work(self._clock())
+
+    def idle_s(self) -> float:
+        """How long to sleep if nothing rings."""
+        deadline = min(self._deadline, self.calls.next_deadline())
+        return min(max(deadline - self._clock(), 0.0), _IDLE_S)
+
+    def finish(self, work: Work, result: MoeOutput | Exception, queue_us: float, total_us: float) -> None:
+        """Answer an executed call."""
+        reply = self.calls.finish(work, result, queue_us, total_us)
+        self.board.mark_progress(self.rank)
+        plan, policy = work.plan.plan, work.plan.policy
+        if self._observer is not None and isinstance(result, MoeOutput) and plan and policy:
+            self._observer.record_step(plan, policy, result.sub_steps)
+        elif isinstance(reply, ErrorReply) and work.call is None:
+            self._note_error(reply)
+
+    def _on_plan(self, plan: StepPlan, policy: PathPolicy) -> None:
+        if self._observer is not None:
+            self._observer.record_plan(plan, policy)
+
+    def staged(self, record: Record, policy: PathPolicy) -> None:
+        """The device thread staged a policy: this rank's next intents say so."""
+        self.policies[policy.version] = policy
+        if self._observer is not None:
+            self._observer.record_policy(policy)
+        self.answer(record, DoneReply())
+
+    # ------------------------------------------------------------------------------ requests
+
+    def answer(self, record: Record, reply: Reply) -> None:
+        """Every reply of this rank goes through here."""
+        record.reply(reply)
+        if isinstance(reply, ErrorReply):
+            self._note_error(reply)
+
+    def _note_error(self, reply: ErrorReply) -> None:
+        if self._observer is not None:
+            self._observer.record_error(reply.code)
+
+    def _take(self, record: Record, now: float) -> None:
+        try:
+            if self._down is not None:
+                self.answer(record, self._down)
+            elif record.kind == ring_codec.LAYER:
+                self.calls.take(record, now)
+            else:
+                self._control(record, record.request(), now)
+        except MegaMoeError as error:
+            self.answer(record, error_of(error))
+        except Exception as error:
+            log.exception("rank %d: a request failed", self.rank)
+            if not record.replied:
+                self.answer(record, error_of(InternalError(f"rank {self.rank}: {error!r}; this is a bug")))
+
+    def _control(self, record: Record, request: Request, now: float) -> None:
+        match request:
+            case IntentRequest():
+                self.plans.take_intent(request, lambda reply: self.answer(record, reply), now)
+            case LeaseRequest(release=True):
+                self.plans.leases.release(request.holder, request.lease_serial)
+                self.answer(record, DoneReply())
+            case LeaseRequest():
+                self.answer(record, self.plans.leases.take(request.holder, self.rank, now_ns=int(now * 1e9)))
+            case CloseRequest():
+                self.plans.close(request, now)
+                self.answer(record, DoneReply())
+            case DrainRequest():
+                self.plans.draining = request.draining
+                self.answer(record, DoneReply())
+            case PolicyRequest():
+                self._take_policy(record, request.policy)
+            case _:
+                raise InternalError(f"{type(request).__name__} is no control message; this is a bug")
+
+    def _take_policy(self, record: Record, policy: PathPolicy) -> None:
+        known = self.policies.get(policy.version)
+        if known == policy:
+            self.answer(record, DoneReply())
+        elif policy.version <= max(self.policies):
+            message = f"policy.version must be above {max(self.policies)}, got {policy.version}"
+            self.answer(record, ErrorReply(code="stale_call", message=message))
+        else:
+            self.to_stage.append((record, policy))
+
+    def go_down(self, error: ErrorReply) -> None:
+        """Answer this to everything that waits and everything that comes."""
+        self._down = error
+        self.plans.fail_all(error)
+        self.calls.fail_all(error)
+        for record, _ in self.to_stage:
+            self.answer(record, error)
+        self.to_stage.clear()
+
+
+class StepLoop:
+    """Runs a RankState with its runtime: the device thread and its stand-in. `start`, `stop`; safe from any thread."""
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        runtime: RuntimeLike,
+        rings: Sequence[RingConsumer],
+        *,
+        settings: LoopSettings | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.board = board
+        self.rank = rank
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        # A warm-up has used sequences of the runtime already: the group's order goes on above them.
+        board.raise_sequence(runtime.next_sequence)
+        self.state = RankState(
+            board,
+            rank,
+            runtime.bundle,
+            policy=runtime.policy,
+            rings=rings,
+            settings=settings,
+            observer=observer,
+        )
+        doorbell_at, control_at = board.doorbell(rank)
+        self._doorbell = board.segment.word(doorbell_at)
+        self._control = board.segment.word(control_at)
+        self._bell = board.bell(rank)
+        self._stopping = False
+        self._in_forward = False
+        self._ended = threading.Event()
+        self._ended.set()
+        self.failure: BaseException | None = None
+        """What ended the loop, if it was a bug."""
+
+    def start(self) -> None:
+        """Run on a thread of its own."""
+        self._ended.clear()
+        threading.Thread(target=self.run, name=f"step-loop-{self.rank}", daemon=True).start()
+
+    def run(self) -> None:
+        """Be the device thread, until `stop`: for a thread that opened the runtime itself. Raises nothing."""
+        self._ended.clear()
+        stand_in = threading.Thread(target=self._stand_in_run, name=f"stand-in-{self.rank}", daemon=True)
+        stand_in.start()
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._turn()
+            self._end(ErrorReply(code="unavailable", message=f"rank {self.rank} stops"))
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._stopping = True
+            self._control.wake_all()
+            stand_in.join()
+            self._ended.set()
+
+    def stop(self, timeout_s: float = 15.0) -> bool:
+        """Finish the running layer call, answer what waits with UnavailableError and end. False if it still runs."""
+        self._stopping = True
+        self._bell(True)
+        self._control.wake_all()
+        return self._ended.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop, and give the rings' memory back: only when nothing of theirs is in use any more."""
+        if self.stop():
+            for ring in self.state.rings:
+                ring.close()
+
+    def add_ring(self, ring: RingConsumer) -> None:
+        """Read one more ring from now on."""
+        with self._lock:
+            self.state.rings.append(ring)
+        self._bell(True)
+
+    def stage_versions(self, *, weights: int | None = None, placement: int | None = None) -> None:
+        """This rank has bound newer weights or holds a newer placement: its next intents say so."""
+        with self._lock:
+            versions = self.state.plans.versions
+            self.state.plans.versions = StagedVersions(
+                weights=versions.weights if weights is None else weights,
+                placement=versions.placement if placement is None else placement,
+            )
+
+    @property
+    def draining(self) -> bool:
+        return self.state.plans.draining
+
+    @property
+    def in_flight(self) -> int:
+        """Requests taken and not answered: layer calls and intents."""
+        return len(self.state.calls) + self.state.plans.num_waiting()
+
+    @property
+    def queue_depth(self) -> int:
+        """Layer calls that wait for their turn."""
+        return max(len(self.state.calls) - int(self._in_forward), 0)
+
+    # ------------------------------------------------------------------------------ the device thread
+
+    def _fail(self, error: BaseException) -> None:
+        """A bug of this loop ends service on all ranks: better than a rank that looks alive and answers nothing."""
+        log.error("rank %d: the step loop failed; this is a bug", self.rank, exc_info=error)
+        self.failure = error
+        down = ErrorReply(
+            code="unavailable",
+            message=f"rank {self.rank}'s step loop failed: {type(error).__name__}: {error}",
+        )
+        self._end(down)
+        self.board.post_down(down)
+
+    def _end(self, error: ErrorReply) -> None:
+        self._stopping = True
+        with self._lock:
+            self.state.go_down(error)
+            self.state.turn()  # what came in between is answered too
+
+    def _turn(self) -> None:
+        seen = self._doorbell.load()
+        with self._lock:
+            self.state.turn()
+            if self.state.to_stage:
+                self._stage()
+            work = self.state.next_work()
+            idle_s = self.state.idle_s() if work is None else 0.0
+        if work is None:
+            self._doorbell.wait_while(seen, idle_s)
+            return
+        self._in_forward = True
+        self.board.set_busy(self.rank, True)
+        if self._doorbell.load() != seen:  # whoever rang before we were busy did not wake the stand-in
+            with self._lock:
+                self.state.turn()
+        result, queue_us, total_us = self._execute(work)
+        self._in_forward = False
+        self.board.set_busy(self.rank, False)
+        with self._lock:
+            self.state.finish(work, result, queue_us, total_us)
+
+    def _execute(self, work: Work) -> tuple[MoeOutput | Exception, float, float]:
+        plan, call = work.plan.plan, work.call
+        assert plan is not None
+        batch, out, queue_us = None, None, 0.0
+        start_ns = time.monotonic_ns()
+        if call is not None:
+            queue_us = (start_ns - call.record.submitted_ns) * 1e-3
+            if not work.refused and call.record.num_rows:
+                batch, out = call.record.batch(), call.record.out()
+        result: MoeOutput | Exception
+        try:
+            result = self._runtime.forward(
+                batch,
+                plan,
+                work.layer_idx,
+                sequence=work.sequence,
+                refusal=work.refused,
+                timeout_s=work.timeout_s,
+                out=out,
+            )
+        except MegaMoeError as error:
+            result = error
+        except Exception as error:
+            log.exception("rank %d: layer %d of plan %s failed", self.rank, work.layer_idx, plan.plan_id)
+            result = error
+        return result, queue_us, (time.monotonic_ns() - start_ns) * 1e-3
+
+    def _stage(self) -> None:
+        for record, policy in self.state.to_stage:
+            try:
+                self._runtime.stage_policy(policy)
+            except MegaMoeError as error:
+                self.state.answer(record, error_of(error))
+            else:
+                self.state.staged(record, replace(policy))
+        self.state.to_stage.clear()
+
+    # ------------------------------------------------------------------------------ the stand-in
+
+    def _stand_in_run(self) -> None:
+        """Serve plans and refusals while the device thread is inside a layer call."""
+        while not self._stopping:
+            seen = self._control.load()
+            if self._in_forward:
+                try:
+                    with self._lock:
+                        if not self._stopping:
+                            self.state.turn()
+                except Exception as error:
+                    self._fail(error)
+                    return
+            self._control.wait_while(seen, _STAND_IN_S)

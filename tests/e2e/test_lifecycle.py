@@ -1,0 +1,171 @@
+"""Starting, stopping and dying: what a service leaves behind, and what its callers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megamoe.errors import PeerTimeoutError, UnavailableError
+from service.client import AsyncFront, AsyncMoeGroup
+from tests.e2e.harness import (
+    ROOT,
+    STEP_TIMEOUT_S,
+    ServiceProcess,
+    group_rows,
+    running,
+    scrape,
+    works,
+)
+
+COUNTS = [3, 0, 1, 0, 0, 2, 0, 4]
+
+
+async def steps_for(group: AsyncMoeGroup, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        async with group.step(COUNTS) as step:
+            await step.layer(0, group_rows(COUNTS))
+
+
+def gone(processes: list[psutil.Process], timeout_s: float = 5.0) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_signal_during_start_stops_it_cleanly() -> None:
+    service = ServiceProcess()
+    service.wait_for("megamoe starts")
+    time.sleep(1.5)
+    family = service.family()
+    before = set(Path("/dev/shm").glob("megamoe-*"))
+    assert service.stop(signal.SIGTERM) == 0
+    assert gone(family)
+    assert not {p for p in before if p.exists() and f"{service.process.pid}" in p.name}
+
+
+def test_a_taken_port_is_refused_with_its_name(running_service: ServiceProcess) -> None:
+    port = running_service.front.split(":")[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "serve", "--launcher=local", f"--port={port}", "--http-port=0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"port 127.0.0.1:{port} must be free to listen on" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[ServiceProcess]:
+    """A service of its own: these tests kill parts of it."""
+    with running() as service:
+        yield service
+
+
+def kill_a_caller_in_mid_step(front: str) -> None:
+    script = (
+        "import asyncio, os, sys\n"
+        "from service.client import AsyncMoeGroup\n"
+        "from tests.e2e.harness import group_rows\n"
+        "async def main():\n"
+        "    async with AsyncMoeGroup.connect(sys.argv[1], holder='victim') as moe:\n"
+        "        counts = [60] * 8\n"
+        "        while True:\n"
+        "            async with moe.step(counts) as step:\n"
+        "                for layer_idx in range(4):\n"
+        "                    await step.layer(layer_idx, group_rows(counts))\n"
+        "                    print('layer', flush=True)\n"
+        "asyncio.run(main())\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    victim = subprocess.Popen(
+        [sys.executable, "-c", script, front], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
+    )
+    assert victim.stdout is not None
+    for _ in range(6):
+        assert victim.stdout.readline() == "layer\n"
+    victim.kill()
+    victim.wait()
+    victim.stdout.close()
+
+
+async def test_a_caller_killed_in_mid_step_leaves_nothing(breakable: ServiceProcess) -> None:
+    """The step finishes for the others; nothing leaks; the next caller group gets the lease."""
+    await asyncio.to_thread(kill_a_caller_in_mid_step, breakable.front)
+    deadline = time.monotonic() + 15
+    while True:  # its lease ends by itself
+        with contextlib.suppress(Exception):
+            async with AsyncMoeGroup.connect(breakable.front, holder="next") as group:
+                await works(group)
+                break
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    async with AsyncFront(breakable.front) as front:
+        samples = scrape((await front.info()).metrics_addresses)
+    assert {value for (name, _), value in samples.items() if name == "megamoe_in_flight_requests"} == {0.0}
+
+
+async def test_a_killed_rank_fails_callers_and_the_group_comes_back(breakable: ServiceProcess) -> None:
+    async with AsyncFront(breakable.front) as front:
+        before = await front.info()
+        async with AsyncMoeGroup.connect(breakable.front, holder="test") as group:
+            await works(group)
+            victim = breakable.rank_pids[3]
+            start = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            with pytest.raises((UnavailableError, PeerTimeoutError)):
+                await steps_for(group, 2 * STEP_TIMEOUT_S)
+            assert time.monotonic() - start < 2 * STEP_TIMEOUT_S
+        assert not (await front.info()).ready
+        status, reason = breakable.get("/readyz")
+        assert status == 503
+        assert "restart" in reason
+        with pytest.raises(UnavailableError):
+            await front.forward_step(0, group_rows(COUNTS))
+        after = await front.wait_ready(60)
+    assert after.generation == before.generation + 1
+    assert len(breakable.rank_pids) == 8
+    assert all(f"-{after.generation}-" in name for name in breakable.segments()), "the old memory is gone"
+    async with AsyncMoeGroup.connect(breakable.front, holder="test") as group:
+        assert group.generation == after.generation
+        await works(group)
+
+
+async def test_a_stopped_rank_is_not_ready_and_recovers(breakable: ServiceProcess) -> None:
+    """A process that lives but makes no progress: probes say so within seconds, and callers get the rank's name."""
+    async with AsyncFront(breakable.front) as front:
+        await front.wait_ready(60)
+        victim = breakable.rank_pids[2]
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + 20
+            while (await front.info()).ready:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+            assert "progress" in (await front.info()).not_ready_reason
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        await front.wait_ready(60)
+    async with AsyncMoeGroup.connect(breakable.front, holder="test") as group:
+        await works(group)
+
+
+def test_a_killed_supervisor_takes_its_ranks_and_memory_along(breakable: ServiceProcess) -> None:
+    """The last test of this service: its ranks notice that their launcher is gone, stop and clean up."""
+    family = breakable.family()
+    assert len(breakable.segments()) > 8
+    breakable.process.kill()
+    assert gone(family, timeout_s=20.0)
+    assert breakable.segments() == []
