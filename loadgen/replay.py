@@ -29,6 +29,8 @@ log = logging.getLogger("loadgen")
 PHASE_OF_WORK = {Work.EXTEND: "prefill", Work.VERIFY: "decode", Work.IDLE: "idle"}
 CANCEL_POLL_S = 0.2
 """How long an idle driver sleeps at most before it looks at its cancel flag."""
+RETRY_PAUSE_S = 0.1
+"""Pause before a failed step is tried again, longer with every try: an overloaded service asks for one."""
 MIN_SLEEP_S = 1e-3
 """Attention time is owed until it is worth a sleep: timers are not finer than this."""
 
@@ -273,6 +275,7 @@ class Replay:
                     self._fail(lanes, step, sentence)
                     return
                 record.num_retried_steps += 1
+                await clock.sleep_until(clock.now() + RETRY_PAUSE_S * (attempt + 1))
         now = clock.now()
         complete, num_tokens = self._tier.finish_step(step, now)
         record.steps.append(replace(executed, end_s=now, num_tokens=num_tokens, num_completed=len(complete)))

@@ -91,8 +91,9 @@ class LiveSession:
         self._next_turn = position
         for stream in self.streams[1:]:
             idx = stream.stream_idx
-            self._spawned[idx] = stream.spawn_turn_idx < position[0]
-            if self._spawned[idx] and position[idx] < len(stream.turns):
+            over = position[idx] == len(stream.turns)
+            self._spawned[idx] = over or stream.spawn_turn_idx < position[0]
+            if self._spawned[idx] and not over:
                 self._pending[idx] = _Pending(now, max(stream.turns[position[idx]].t - start_t, 0.0))
         if position[0] < len(main.turns):
             self._main_is_ready(now, max(main.turns[position[0]].t - start_t, 0.0))

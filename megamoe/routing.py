@@ -1,9 +1,10 @@
 """The named routing distributions, deterministic by seed, so that any rank can predict the global answer.
 
 Names and the V4-Pro numbers are the sources' (reference table): hot60, zipf 1.3, one_rank, boundary,
-rank_balanced_hot. At other shapes: hot experts are the first num_topk; boundary takes rank 0's first num_topk - 2 and
-last 2 experts; rank_balanced_hot spreads a token over min(num_topk, num_ranks) distinct ranks, the rest round-robin,
-and takes local expert 0 with 60 % probability. A token never names an expert twice unless that is asked for.
+rank_balanced_hot. At other shapes (protocol): hot experts are the first num_topk; boundary takes rank 0's first
+num_topk - 2 and last 2 experts; zipf is by expert id; rank_balanced_hot spreads a token over min(num_topk, num_ranks)
+distinct ranks, the rest round-robin, and takes local expert 0 of each with 60 % probability. A token never names an
+expert twice unless that is asked for.
 """
 
 from __future__ import annotations
@@ -22,11 +23,31 @@ ZIPF_EXPONENT = 1.3
 
 
 def route(
-    shape: MoeShape, distribution: str, num_rows_per_rank: Sequence[int], *, seed: int
+    shape: MoeShape,
+    distribution: str,
+    num_rows_per_rank: Sequence[int],
+    *,
+    seed: int,
+    no_expert_share: float = 0.0,
+    duplicate_share: float = 0.0,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(topk_ids [n, num_topk] int32, topk_weights [n, num_topk] fp32) of every rank."""
+    """`route_rank` of every rank: [(topk_ids [n, num_topk] int32, topk_weights [n, num_topk] fp32), ...].
+
+    Raises InvalidArgumentError when num_rows_per_rank has not one entry a rank.
+    """
+    if len(num_rows_per_rank) != shape.num_ranks:
+        wanted = f"one count for each of {shape.num_ranks} ranks"
+        raise InvalidArgumentError(must_be("num_rows_per_rank", wanted, list(num_rows_per_rank)))
     return [
-        route_rank(shape, distribution, num_rows, seed=seed, rank=rank)
+        route_rank(
+            shape,
+            distribution,
+            num_rows,
+            seed=seed,
+            rank=rank,
+            no_expert_share=no_expert_share,
+            duplicate_share=duplicate_share,
+        )
         for rank, num_rows in enumerate(num_rows_per_rank)
     ]
 
@@ -44,8 +65,14 @@ def route_rank(
     """One rank's routes. The same arguments give the same routes in every process.
 
     no_expert_share: share of slots set to -1. duplicate_share: share of tokens whose last slot repeats the first.
-    Weights are positive and sum to 1 over a token's slots. Raises InvalidArgumentError for an unknown distribution.
+    Weights are positive and sum to 1 over a token's slots, -1 slots included. Raises InvalidArgumentError for an
+    unknown distribution, a negative num_rows or a share outside [0, 1].
     """
+    if num_rows < 0:
+        raise InvalidArgumentError(must_be("num_rows", "at least 0", num_rows))
+    for name, share in (("no_expert_share", no_expert_share), ("duplicate_share", duplicate_share)):
+        if not 0.0 <= share <= 1.0:
+            raise InvalidArgumentError(must_be(name, "from 0 to 1", share))
     digest = hashlib.sha256(f"{seed}:{rank}:{distribution}:{num_rows}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     ids = _ids(shape, distribution, num_rows, generator)
@@ -72,7 +99,7 @@ def _ids(shape: MoeShape, distribution: str, num_rows: int, generator: torch.Gen
         return _boundary(shape).repeat(num_rows, 1)
     if distribution == "hot60":
         ids = _distinct(torch.ones(num_experts), num_rows, num_topk, generator)
-        ids[: int(HOT_SHARE * num_rows)] = torch.arange(num_topk)
+        ids[: int(HOT_SHARE * num_rows)] = torch.arange(num_topk)  # floor
         return ids
     if distribution == "rank_balanced_hot":
         return _rank_balanced_hot(shape, num_rows, generator)
@@ -100,15 +127,14 @@ def _boundary(shape: MoeShape) -> torch.Tensor:
 
 
 def _rank_balanced_hot(shape: MoeShape, num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    num_experts_per_rank, num_topk = shape.num_experts_per_rank, shape.num_topk
-    order = torch.rand(num_rows, shape.num_ranks, generator=generator).argsort(-1)
-    slots = torch.arange(num_topk)
-    owner = order[:, slots % shape.num_ranks]
-    # Slots that come round to the same rank again take other experts there: distinct draws per (token, rank).
-    local = torch.rand(num_rows, num_experts_per_rank - 1, generator=generator).argsort(-1) + 1
-    visit = (slots // shape.num_ranks).repeat(num_rows, 1)
-    if num_experts_per_rank == 1:
-        return owner * num_experts_per_rank
-    picked = local.gather(1, visit % (num_experts_per_rank - 1))
-    hot = (torch.rand(num_rows, num_topk, generator=generator) < HOT_SHARE) & (visit == 0)
-    return owner * num_experts_per_rank + torch.where(hot, 0, picked)
+    num_experts_per_rank, num_visited = shape.num_experts_per_rank, min(shape.num_topk, shape.num_ranks)
+    owners = torch.rand(num_rows, shape.num_ranks, generator=generator).argsort(-1)[:, :num_visited]
+    # A token's order of experts on each rank it visits: local expert 0 comes first with HOT_SHARE, else last, so that
+    # slots which come round to the same rank again take distinct experts.
+    draws = torch.rand(num_rows, num_visited, num_experts_per_rank, generator=generator)
+    hot = torch.rand(num_rows, num_visited, generator=generator) < HOT_SHARE
+    draws[..., 0] = torch.where(hot, -1.0, 2.0)
+    num_rounds = -(-shape.num_topk // num_visited)
+    local = draws.topk(num_rounds, dim=-1, largest=False, sorted=True).indices
+    ids = owners.unsqueeze(-1) * num_experts_per_rank + local
+    return ids.transpose(1, 2).flatten(1)[:, : shape.num_topk]

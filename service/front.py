@@ -94,8 +94,8 @@ class Front:
         num_bytes, envelope = request
         try:
             self._refuse_large(num_bytes)
-            job = read_job(self.config, envelope)
-            future = self._group().forward_step(job, lambda done: serialize_done(done, job.layer_idx))
+            job, hidden = read_job(self.config, envelope), self.config.moe_shape.hidden
+            future = self._group().forward_step(job, lambda done: serialize_done(done, job.layer_idx, hidden))
             return await asyncio.wrap_future(future)
         except MegaMoeError as error:
             await abort(context, error)
@@ -242,7 +242,7 @@ def read_job(config: ServiceConfig, envelope: StepIn) -> StepJob:
     )
 
 
-def serialize_done(done: StepDone, layer_idx: int) -> bytes:
+def serialize_done(done: StepDone, layer_idx: int, hidden: int) -> bytes:
     """The wire bytes of a ForwardStepReply; called while the rows are still in the rings."""
     writer = wire.PayloadWriter()
     reply = pb.ForwardStepReply(plan=codec.plan_to_pb(done.plan, done.sub_steps))
@@ -250,7 +250,7 @@ def serialize_done(done: StepDone, layer_idx: int) -> bytes:
     for rank, value in enumerate(done.replies):
         if value is None:
             result = pb.LayerResult(plan_id=plan_id, layer_idx=layer_idx, sequence=done.sequence)
-            result.tensors.add(name="hidden_states", dtype="bfloat16", shape=[0, 0])
+            result.tensors.add(name="hidden_states", dtype="bfloat16", shape=[0, hidden])
         else:
             result, _ = layer_result(value, plan_id, layer_idx, done.sequence, writer)
         reply.ranks.add(rank=rank, result=result)

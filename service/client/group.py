@@ -44,6 +44,7 @@ class AsyncMoeGroup:
         self._closing: dict[int, tuple[PlanId, asyncio.TimerHandle]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._last_sent_s = time.monotonic()
+        self._ends = asyncio.Event()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -69,8 +70,10 @@ class AsyncMoeGroup:
                 keeper = asyncio.create_task(group._keep_lease(), name="lease keeper")
                 yield group
             finally:
+                group._ends.set()
                 if keeper:
-                    keeper.cancel()
+                    # A request to keep the lease that is still under way could take it again after the release.
+                    await keeper
                 await group._close()
 
     # ------------------------------------------------------------------------------ lease
@@ -88,9 +91,10 @@ class AsyncMoeGroup:
     async def _keep_lease(self) -> None:
         """Traffic of any kind keeps the lease; an idle caller sends a Lease now and then."""
         pause_s = self.info.limits.lease_timeout_s / 4
-        while True:
-            await asyncio.sleep(pause_s)
-            if time.monotonic() - self._last_sent_s < pause_s:
+        while not self._ends.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), pause_s)
+            if self._ends.is_set() or time.monotonic() - self._last_sent_s < pause_s:
                 continue
             request = pb.ForwardRequest(lease=pb.Lease(holder=self.holder))
             with contextlib.suppress(MegaMoeError):  # the next step says what is wrong
@@ -105,7 +109,7 @@ class AsyncMoeGroup:
             lease = pb.Lease(holder=self.holder, release=True, lease_serial=self.lease_serial)
             release = pb.ForwardRequest(lease=lease)
             with contextlib.suppress(MegaMoeError):
-                await self._ask_all(release, timeout_s=2.0)
+                await self._ask_all(release, timeout_s=_MARGIN_S)
         await asyncio.gather(*(stream.close() for stream in self.streams), return_exceptions=True)
 
     # ------------------------------------------------------------------------------ steps

@@ -7,9 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 
 import psutil
 import pytest
+import torch
 
 from service.client import AsyncMoeGroup
 from tests.e2e.harness import ServiceProcess, running
+
+# The oracle's threads must not take the cores that eight ranks need.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -196,7 +196,10 @@ async def test_stale_plans_layers_and_sequences(group: AsyncMoeGroup) -> None:
     same_error(not_above, StaleCallError, "above 2, the last one, got 2", status=_precondition)
     unknown = replace(plan_id, step_id=plan_id.step_id + 1000)
     same_error(
-        await layer(unknown, 3, take_sequence(group)), StaleCallError, "not open", status=_precondition
+        await layer(unknown, 3, take_sequence(group)),
+        StaleCallError,
+        "must be an open plan",
+        status=_precondition,
     )
 
     same_step = await on_all(group, {r: intent(group, plan_id, COUNTS, r) for r in CALLED})

@@ -198,6 +198,8 @@ def test_a_stream_sticks_to_the_rank_that_holds_its_prefix() -> None:
     assert router.choose("s", "s/0", [0, 0, 0], [2, 1, 3]) == 1
     assert router.choose("s", "s/0", [0, 40, 0], [0, 4, 0]) == 1
     assert router.choose("s", "s/0", [0, 40, 41], [0, 4, 0]) == 2
+    assert router.choose("s", "s/0", [0, 0, 0], [1, 0, 2]) == 1  # nobody holds it: the least loaded
+    assert router.choose("s", "s/0", [0, 0, 0], [1, 1, 1]) == 1  # of equals the one where it was
 
 
 def test_an_overloaded_rank_gives_its_stream_away() -> None:

@@ -15,7 +15,7 @@ from loadgen.attention_time import AttentionTime
 from loadgen.clock import VirtualClock
 from loadgen.profiles import PROFILES
 from loadgen.records import RunPhase, RunRecord, Status
-from loadgen.replay import Replay
+from loadgen.replay import RETRY_PAUSE_S, Replay
 from loadgen.report import build_report, slice_rows, write_report
 from loadgen.scenario import ScenarioConfig
 from loadgen.speculation import Speculation
@@ -213,14 +213,24 @@ def test_delays_count_from_the_live_completion_times_time_scale() -> None:
     assert second.start_s - first.end_s == pytest.approx(8 * 0.5)
     assert third.start_s == second.end_s  # the lane's next session begins at once
     assert third.session_uid != first.session_uid
+    fourth = record.requests[3]
+    assert fourth.start_s - third.end_s == pytest.approx(8 * 0.5)  # delays count in later sessions too
 
 
-def test_an_idle_system_waits_ten_seconds_at_most() -> None:
-    config = ScenarioConfig(concurrency=1, warmup_requests=0, duration_wall_s=100.0, start_min=0, start_max=0)
+@pytest.mark.parametrize("time_scale", [1.0, 0.25])
+def test_an_idle_system_waits_ten_recorded_seconds_at_most(time_scale: float) -> None:
+    config = ScenarioConfig(
+        concurrency=1,
+        warmup_requests=0,
+        duration_wall_s=100.0,
+        start_min=0,
+        start_max=0,
+        time_scale=time_scale,
+    )
     corpus = FixedTraces(trace(request(0, 1, out=1, api_time=0), request(5000, 2, out=1, api_time=0)))
     record, _, _ = play(config, corpus, attention=NO_ATTENTION)
     first, second = record.requests[:2]
-    assert second.start_s - first.end_s == pytest.approx(10.0)
+    assert second.start_s - first.end_s == pytest.approx(10.0 * time_scale)
     assert record.num_idle_skips >= 1
 
 
@@ -245,6 +255,22 @@ def test_in_flight_requests_get_a_grace_period_and_are_then_cancelled() -> None:
     assert [done.status for done in record.requests] == [Status.CANCELLED] * 2
     assert record.profile_end_s - record.profile_start_s == pytest.approx(3.0, abs=0.1)
     assert not record.cancelled
+    assert record.num_sessions == 2  # the lanes take nothing new once the profile is over
+
+
+def test_caches_hold_live_sessions_only(demo: tuple[RunRecord, FakeTier, Replay]) -> None:
+    record, _, replay = demo
+    assert record.num_sessions > DEMO.scenario.concurrency
+    cached = {uid for rank in replay._tier._ranks for uid in rank.cache._prompts}
+    assert len(cached) <= DEMO.scenario.concurrency
+
+
+def test_attention_passes_in_full_whatever_the_number_of_layers() -> None:
+    attention = AttentionTime(
+        base_s=0.3, prefill_row_s=0, prefill_row_context_s=0, decode_context_s=0, decode_row_s=0
+    )
+    record, _, _ = play(short(time_scale=0.5), attention=attention, info=demo_info(num_layers=3))
+    assert {round(step.attention_s, 9) for step in record.steps} == {0.15}
 
 
 def fail_steps(*steps: int, layer: int = 1) -> Callable[[int, int], MegaMoeError | None]:
@@ -259,6 +285,9 @@ def fail_steps(*steps: int, layer: int = 1) -> Callable[[int, int], MegaMoeError
 def test_a_failed_step_is_tried_again_as_a_new_step() -> None:
     record, tier, _ = play(short(step_retries=1), fail=fail_steps(20))
     assert tier.steps[20] == tier.steps[21]
+    assert record.steps[20].overhead_s == pytest.approx(
+        RETRY_PAUSE_S + 0.02, abs=0.02
+    )  # a pause, and what was lost
     assert (record.num_retried_steps, record.num_failed_steps, record.num_calls_failed) == (1, 0, 1)
     assert record.errors == {"peer_timeout: rank 3 did not come": 1}
     assert all(done.status is not Status.FAILED for done in record.requests)

@@ -104,7 +104,7 @@ def test_equal_counts_and_near_medians_match() -> None:
     seconds = [0.005] * 3 + [0.05] * 2
     check = compare(_run(seconds), _counted(seconds))
     assert check["match"] is True
-    assert check["layer_calls"] == {"made": 5, "counted": 5}
+    assert check["layer_calls"] == {"made": 5, "failed": 0, "counted": 5}
     assert check["paths"]["compact"]["buckets_apart"] == 0
     assert check["paths"]["large_m"] == {"seen": 0, "counted": 0}
 
@@ -121,6 +121,26 @@ def test_a_difference_is_named(counted: Counters, sentence: str) -> None:
     check = compare(_run([0.005] * 5), counted)
     assert check["match"] is False
     assert sentence in "; ".join(check["reasons"])
+
+
+def test_after_a_failed_call_the_service_may_have_counted_more_but_not_less() -> None:
+    run = _run([0.005] * 5)
+    run.num_calls_failed = 1
+    assert compare(run, _counted([0.005] * 6))["match"] is True
+    assert compare(run, _counted([0.005] * 7))["match"] is False
+    assert compare(run, _counted([0.005] * 4))["match"] is False
+
+
+def test_a_cut_call_is_shared_out_by_service_time() -> None:
+    record = RunRecord()
+    pieces = [
+        SubStepSeen(path=path, runtime_capacity=64, max_rows=8, total_us_per_rank={0: took}, stages_us={})
+        for path, took in (("large_m", 3000.0), ("small_m", 1000.0))
+    ]
+    record.add_call(RunPhase.PROFILE, 0.008, tuple(pieces))
+    assert list(record.path_times("large_m").client) == pytest.approx([0.006])
+    assert list(record.path_times("small_m").client) == pytest.approx([0.002])
+    assert record.num_calls == 1
 
 
 def test_counters_that_were_not_read_are_unknown_not_equal() -> None:

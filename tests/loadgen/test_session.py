@@ -114,6 +114,27 @@ def test_an_idle_tree_waits_at_most_its_cap_and_keeps_its_order() -> None:
     assert session.due_at() == math.inf  # the main turn joins the sub-agent
 
 
+def test_a_tree_with_something_in_flight_is_not_idle() -> None:
+    session = LiveSession(
+        trace(
+            request(0, 1, api_time=0), request(4000, 2, api_time=0), subagent(1, request(1, 1, api_time=9000))
+        ),
+        "s",
+        0.0,
+        tree_idle_cap_s=300.0,
+    )
+    start(session, 0.0)
+    session.complete(0, 0.0)
+    assert start(session, 1.0) == [(1, 0)]  # in the background
+    session.complete(1, 10.0)
+    assert session.due_at() == pytest.approx(10 + 300)
+    again = LiveSession(session.trace, "s", 0.0, tree_idle_cap_s=300.0)
+    start(again, 0.0)
+    again.complete(0, 0.0)
+    start(again, 1.0)
+    assert again.due_at() == 4000.0  # while the sub-agent runs the recorded gap stands
+
+
 def test_the_start_point_is_the_published_one() -> None:
     recorded = trace(request(100, 1), request(300, 1, api_time=0), trace_id="abc")
     seed = int.from_bytes(hashlib.sha256(b"42:abc:7").digest()[:8], "big")
@@ -143,6 +164,10 @@ def test_entering_in_the_middle_primes_the_streams_that_are_alive() -> None:
     assert start(session, 1029.0) == []
     session.complete(2, 1025.0)
     assert session.due_at() == 1030.0
+    assert start(session, 1030.0) == [(0, 2)]
+    assert session.due_at() == math.inf  # "later" is spawned by turn 2, nine seconds after it
+    session.complete(0, 1031.0)
+    assert session.due_at() == 1040.0
 
 
 def test_a_start_inside_the_last_call_leaves_that_call() -> None:
@@ -150,6 +175,14 @@ def test_a_start_inside_the_last_call_leaves_that_call() -> None:
         trace(request(0, 1, api_time=1), request(2, 2, api_time=1000)), "s", 0.0, start_t=700.0
     )
     assert start(session, 0.0) == [(0, 1)]
+    session.complete(0, 1.0)
+    assert session.drained
+
+
+def test_a_subagent_of_the_last_call_is_not_run_again() -> None:
+    recorded = trace(request(0, 1, api_time=1000), subagent(5, request(5, 1, api_time=1)))
+    session = LiveSession(recorded, "s", 0.0, start_t=700.0)
+    assert start(session, 0.0) == [(0, 0)]
     session.complete(0, 1.0)
     assert session.drained
 

@@ -1,0 +1,153 @@
+/* Waits and LDS: what is outstanding per wave, registers used too early, LDS accesses not ordered by barrier and wait. */
+#include "check.h"
+
+void add_finding(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u32 o_group, u32 o_wave, u32 o_inst, u32 o_write) {
+  Machine *m = w->machine;
+  u32 inst = (u32)(i - w->launch->prog);
+  m->num_findings_total++;
+  for (u32 k = 0; k < m->num_findings; k++) {
+    Finding *f = &m->findings[k];
+    if (f->kind == kind && f->inst == inst && f->o_inst == o_inst && m->launches[f->launch]->prog == w->launch->prog && f->o_write == o_write) { f->extra++; return; }
+  }
+  if (m->num_findings == MAX_FINDINGS) return;
+  Finding *f = &m->findings[m->num_findings++];
+  *f = (Finding){kind, w->launch->id, w->group->flat_id, w->idx, inst, o_launch, o_group, o_wave, o_inst, o_write, address, 1};
+}
+
+/* Registers. */
+static inline int any_bit(const u64 *bits, u32 first, u32 count, u32 *which) {
+  for (u32 r = first; r < first + count; r++) if (bits[r >> 6] >> (r & 63) & 1) { *which = r; return 1; }
+  return 0;
+}
+void check_registers(Wave *w, const Inst *i) {
+  WaveCheck *c = w->chk;
+  if (!c->num_wait_bits) return;
+  for (int k = 0; k < i->nreads + i->nwrites; k++) {
+    const Range *r = k < i->nreads ? &i->reads[k] : &i->writes[k - i->nreads];
+    u32 which;
+    if (!any_bit(c->wait_bits, r->first, r->count, &which)) continue;
+    if (w->machine->detect & DETECT_WAITS) add_finding(w, i, FOUND_REGISTER, which, w->launch->id, w->group->flat_id, w->idx, c->wait_inst[which], 0);
+    c->wait_bits[which >> 6] &= ~((u64)1 << (which & 63)); /* once */
+  }
+}
+static void clear_bits(WaveCheck *c, const Pending *p) {
+  for (int k = 0; k < 3; k++)
+    for (u32 r = p->first[k]; r < (u32)p->first[k] + p->count[k]; r++) c->wait_bits[r >> 6] &= ~((u64)1 << (r & 63));
+  c->num_wait_bits--;
+}
+static void complete(Wave *w, int queue) {
+  WaveCheck *c = w->chk;
+  Pending *p = &c->queue[queue][c->head[queue]];
+  c->head[queue] = (c->head[queue] + 1) % MAX_PENDING;
+  c->size[queue]--;
+  clear_bits(c, p);
+  if (queue == 0) c->dma_done = p->seq;
+  if (queue == 0) race_complete(w, p);
+  snapshot_drop(p->acquired);
+}
+void check_issue(Wave *w, const Inst *i, int counters, int is_store) {
+  WaveCheck *c = w->chk;
+  (void)is_store;
+  int queue = counters & CNT_VM ? 0 : 1;
+  if (c->size[queue] == MAX_PENDING - 1) complete(w, queue); /* the counter saturates: the hardware waits */
+  Pending *p = &c->queue[queue][(c->head[queue] + c->size[queue]++) % MAX_PENDING];
+  memset(p, 0, sizeof *p);
+  p->counters = (u32)counters;
+  p->inst = (u32)(i - w->launch->prog);
+  p->fence_scope = i->scope;
+  if (queue == 0) {
+    p->seq = ++c->seq;
+    p->acquired = c->pending_load;
+    c->pending_load = 0;
+    memcpy(p->performed_at_issue, c->level[LV_PERFORMED], sizeof p->performed_at_issue);
+  }
+  if (counters & (CNT_LGKM | CNT_SMEM)) p->lds_time = ++w->group->chk->clock;
+  for (int k = 0; k < i->nwrites; k++) {
+    p->first[k] = i->writes[k].first;
+    p->count[k] = i->writes[k].count;
+    for (u32 r = p->first[k]; r < (u32)p->first[k] + p->count[k]; r++) { c->wait_bits[r >> 6] |= (u64)1 << (r & 63); c->wait_inst[r] = p->inst; }
+  }
+  c->num_wait_bits++;
+}
+/* vmcnt is bits 3:0 and 15:14, lgkmcnt bits 11:8. Scalar loads return in any order: only lgkmcnt(0) waits for one. */
+void check_wait(Wave *w, u32 simm) {
+  WaveCheck *c = w->chk;
+  u32 vm = (simm & 15) | (simm >> 10 & 0x30), lgkm = simm >> 8 & 15;
+  while (c->size[0] > vm) complete(w, 0);
+  if (lgkm == 15) return;
+  if (lgkm) {
+    for (u32 k = 0; k < c->size[1]; k++) if (c->queue[1][(c->head[1] + k) % MAX_PENDING].counters & CNT_SMEM) return;
+  }
+  while (c->size[1] > lgkm) complete(w, 1);
+}
+
+/* Time on the LDS clock up to which every LDS operation of a wave has been waited for. */
+u32 lds_done(const Wave *w) {
+  const WaveCheck *c = w->chk;
+  u32 done = w->group->chk->clock;
+  for (int q = 0; q < 2; q++)
+    for (u32 k = 0; k < c->size[q]; k++) {
+      u32 t = c->queue[q][(c->head[q] + k) % MAX_PENDING].lds_time;
+      if (t && t - 1 < done) done = t - 1;
+    }
+  return done;
+}
+
+/* LDS. Time is the workgroup's count of LDS operations; `known` is what every wave had waited for at the last barrier. */
+void check_group_start(Group *g) {
+  g->chk = calloc(1, sizeof *g->chk);
+  g->chk->cells = calloc((g->lds_bytes + 7) / 4, sizeof(LdsCell));
+  g->chk->sub = calloc((g->lds_bytes + 7) / 4, sizeof(LdsCell *));
+}
+void check_group_end(Group *g) {
+  if (!g->chk) return;
+  for (u32 k = 0; k < (g->lds_bytes + 7) / 4; k++) free(g->chk->sub[k]);
+  free(g->chk->cells); free(g->chk->sub); free(g->chk);
+  g->chk = 0;
+}
+static int ordered_write(const struct LdsCheck *g, const LdsCell *x) { return x->w_time <= g->known[x->w_flags & 1][x->w_wave]; }
+static void check_cell(Wave *w, const Inst *i, LdsCell *x, u32 address, int write, int dma) {
+  struct LdsCheck *g = w->group->chk;
+  Group *gr = w->group;
+  u32 self = w->idx % MAX_MATES, on = w->machine->detect & DETECT_LDS;
+  if (x->w_time && !(write == 2 && x->w_flags & 2)) {
+    if (x->w_wave != self) {
+      if (on && !ordered_write(g, x)) add_finding(w, i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
+    } else if (x->w_flags & 1 && x->w_time > w->chk->dma_done && !dma && w->machine->detect & DETECT_WAITS) {
+      add_finding(w, i, FOUND_LDS_WAIT, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
+    }
+  }
+  u32 others = x->readers & ~(1u << self);
+  u32 unordered = 0;
+  for (u32 left = others; left; left &= left - 1) if (x->r_time > g->known[0][__builtin_ctz(left)]) unordered |= left & -left;
+  if (write && unordered && on)
+    add_finding(w, i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, (u32)__builtin_ctz(unordered), x->r_inst, 0);
+  if (write) {
+    x->w_time = dma ? w->chk->seq + 1 : g->clock + 1; /* check_issue counts this operation afterwards */
+    x->w_inst = (u32)(i - w->launch->prog);
+    x->w_wave = (u8)self;
+    x->w_flags = (u8)(dma ? 1 : write == 2 ? 2 : 0);
+    x->readers = 0;
+  } else {
+    x->readers = (u16)((unordered ? x->readers : 0) | 1u << self);
+    x->r_time = g->clock + 1;
+    x->r_inst = (u32)(i - w->launch->prog);
+  }
+}
+void check_lds(Wave *w, const Inst *i, u32 address, int bytes, int write, int dma) {
+  struct LdsCheck *g = w->group->chk;
+  for (u32 at = address; at < address + (u32)bytes;) {
+    u32 word = at >> 2, left = address + (u32)bytes - at, part = 4 - (at & 3) < left ? 4 - (at & 3) : left;
+    if (part == 4 && !(g->cells[word].w_flags & 4)) {
+      check_cell(w, i, &g->cells[word], at, write, dma);
+    } else {
+      if (!g->sub[word]) {
+        g->sub[word] = malloc(4 * sizeof(LdsCell));
+        for (int k = 0; k < 4; k++) g->sub[word][k] = g->cells[word];
+        g->cells[word].w_flags |= 4;
+      }
+      for (u32 k = 0; k < part; k++) check_cell(w, i, &g->sub[word][(at & 3) + k], at + k, write, dma);
+    }
+    at += part;
+  }
+}

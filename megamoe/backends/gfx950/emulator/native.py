@@ -1,0 +1,284 @@
+"""The C core as ctypes: its library, the layout of its structures, and the lowering of decoded instructions to them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megamoe.backends.gfx950.emulator.build import build
+from megamoe.backends.gfx950.emulator.code_object import Kernel
+from megamoe.backends.gfx950.emulator.errors import CodeObjectError
+from megamoe.backends.gfx950.emulator.isa.instruction import ACC_BASE, M0, VCC, Instruction, Kind, Operand
+
+_U8 = [
+    "nsrc",
+    "size",
+    "neg",
+    "abs",
+    "neg_hi",
+    "opsel",
+    "opsel_hi",
+    "clamp",
+    "omod",
+    "cbsz",
+    "abid",
+    "blgp",
+    "sc0",
+    "sc1",
+    "nt",
+    "lds",
+    "offen",
+    "idxen",
+    "gds",
+    "bitop3",
+    "has_dpp",
+    "has_sdwa",
+    "bound_ctrl",
+    "row_mask",
+    "bank_mask",
+    "dst_sel",
+    "dst_unused",
+    "src0_sel",
+    "src1_sel",
+    "src0_sext",
+    "src1_sext",
+    "bytes",
+]
+_OPERAND = np.dtype([("kind", "u1"), ("width", "u1"), ("idx", "<u2"), ("lo", "<u4"), ("hi", "<u4")])
+_RANGE = np.dtype([("first", "<u2"), ("count", "<u2")])
+INST = np.dtype(
+    [
+        ("fn", "<u8"),
+        ("inner", "<u8"),
+        ("offset", "<u4"),
+        ("target", "<u4"),
+        ("op", "<u2"),
+        ("result_type", "<u2"),
+    ]
+    + [(name, "u1") for name in _U8]
+    + [
+        ("dpp", "<u2"),
+        ("simm", "<u2"),
+        ("imm", "<i4"),
+        ("imm1", "<i4"),
+        ("dst", _OPERAND),
+        ("sdst", _OPERAND),
+    ]
+    + [("src", _OPERAND, 6), ("nreads", "u1"), ("nwrites", "u1"), ("klass", "u1"), ("scope", "u1")]
+    + [("reads", _RANGE, 8), ("writes", _RANGE, 3)]
+)
+SGPR_BASE = 1024
+_U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
+_FROM_MODS = set(_U8) - {"nsrc", "size", "bytes"}
+_F32, _F16, _F64 = 1, 2, 3
+_READS_DST = ("fmac", "v_mac", "dot2c", "dot4c", "dot8c", "fma_mixlo", "fma_mixhi", "v_writelane")
+_HANDLES_CLAMP = (
+    "v_pk_", "v_fma_mix", "v_add_i32", "v_sub_i32", "v_add_i16", "v_sub_i16", "v_add_u32", "v_sub_u32", "v_subrev_u32",
+    "v_add_u16", "v_sub_u16", "v_subrev_u16",
+)  # fmt: skip
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Finding(ctypes.Structure):
+    """One report of a detector, as the core keeps it."""
+
+    _fields_ = _fields(_U32, "kind launch group wave inst o_launch o_group o_wave o_inst o_write") + _fields(
+        _U64, "address extra"
+    )
+
+
+class Fault(ctypes.Structure):
+    """What stopped the device."""
+
+    _fields_ = (
+        _fields(_U32, "code launch group wave inst lane")
+        + _fields(_U64, "address extra")
+        + _fields(ctypes.c_char * 256, "text")
+    )
+
+
+class CTraffic(ctypes.Structure):
+    """Bytes moved by one launch."""
+
+    _fields_ = (
+        _fields(_U64 * 8 * 16 * 3, "bytes") + _fields(_U64 * 3, "remote_bytes") + _fields(_U64 * 2, "lds_bytes")
+        + _fields(_U64, "dma_bytes instructions")
+    )  # fmt: skip
+
+
+class LaunchDesc(ctypes.Structure):
+    """What the core needs to know of a launch."""
+
+    _fields_ = (
+        _fields(_U64, "prog num_insts")
+        + _fields(_U32, "num_rows lds_bytes scratch_bytes num_user_sgprs rsrc2 properties mode")
+        + _fields(_U32, "preload preload_offset entry")
+        + _fields(ctypes.c_int32, "rank") + _fields(_U32 * 3, "grid block") + _fields(_U32, "num_deps")
+        + _fields(_U32 * 8, "deps") + _fields(_U32, "kernarg_bytes") + _fields(_U64, "kernarg")
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The loaded core. Raises ToolchainError when it has to be compiled and cannot be."""
+    lib = ctypes.CDLL(str(build()))
+    ptr, u64, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
+    signatures = {
+        "emu_handler": (u64, [ctypes.c_char_p]), "emu_unimplemented": (u64, []), "emu_modified": (u64, []),
+        "emu_sizeof": (u32, [u32]), "emu_num_ops": (u32, []), "emu_op_name": (ctypes.c_char_p, [u32]),
+        "emu_new": (ptr, [u32] * 8), "emu_schedule": (None, [ptr, u32, u32]), "emu_free": (None, [ptr]),
+        "emu_alloc_add": (ctypes.c_int, [ptr, u64, u64, ctypes.c_int32, u32, u32, u32, u32]),
+        "emu_alloc_remove": (ctypes.c_int, [ptr, u64]), "emu_launch": (u32, [ptr, ctypes.POINTER(LaunchDesc)]),
+        "emu_launch_done": (ctypes.c_int, [ptr, u32]), "emu_launch_counts": (ptr, [ptr, u32]),
+        "emu_launch_traffic": (ctypes.POINTER(CTraffic), [ptr, u32]),
+        "emu_step": (u32, [ptr, u64, ctypes.POINTER(u64)]), "emu_fault": (ctypes.POINTER(Fault), [ptr]),
+        "emu_findings": (u32, [ptr, ctypes.POINTER(ctypes.POINTER(Finding))]), "emu_clear_findings": (None, [ptr]),
+        "emu_waiting": (u32, [ptr, ptr, u32]), "emu_reset": (None, [ptr]), "emu_drop_launch": (None, [ptr, u32]),
+    }  # fmt: skip
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    sizes = [INST.itemsize, ctypes.sizeof(Finding), ctypes.sizeof(Fault), ctypes.sizeof(CTraffic)]
+    assert sizes == [lib.emu_sizeof(k) for k in range(4)], sizes
+    return lib
+
+
+def implemented() -> set[str]:
+    """Mnemonics that the core executes."""
+    lib = library()
+    return {lib.emu_op_name(k).decode() for k in range(lib.emu_num_ops())}
+
+
+def _result_type(name: str) -> int:
+    if name.startswith("v_cvt_"):
+        kind = name.removeprefix("v_cvt_").split("_")[0]
+    else:
+        kind = name.rsplit("_", 1)[-1]
+    return {"f32": _F32, "f16": _F16, "f64": _F64}.get(kind, 0)
+
+
+def _scope(one: Instruction) -> int:
+    sc0, sc1, name = one.mods.get("sc0", 0), one.mods.get("sc1", 0), one.mnemonic
+    if "atomic" in name:
+        return 3 if sc1 else 2
+    return 3 if sc0 and sc1 else 2 if sc1 else 1 if sc0 else 0
+
+
+class _Lowering:
+    """Turn decoded instructions into the core's array, for one kernel."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.lib = library()
+        self.index = {one.offset: k for k, one in enumerate(kernel.instructions)}
+        self.handlers: dict[str, int] = {}
+
+    def handler(self, name: str) -> int:
+        if name not in self.handlers:
+            self.handlers[name] = self.lib.emu_handler(name.encode())
+        return self.handlers[name]
+
+    def register(self, operand: Operand, one: Instruction) -> int:
+        """Row of a vector register in the unified file."""
+        descriptor = self.kernel.descriptor
+        row = operand.idx if operand.idx < ACC_BASE else descriptor.accum_offset + operand.idx - ACC_BASE
+        if row + operand.width > descriptor.num_vgprs:
+            raise CodeObjectError(
+                f"{self.kernel.name} at byte {one.offset:#x}: register rows of {one.mnemonic} must be below "
+                f"{descriptor.num_vgprs}, got {row + operand.width - 1}"
+            )
+        return row
+
+    def put(self, out: np.void, operand: Operand, one: Instruction) -> None:
+        out["kind"], out["width"], out["idx"] = int(operand.kind), operand.width, operand.idx
+        if operand.kind is Kind.VGPR:
+            out["idx"] = self.register(operand, one)
+        elif operand.kind is Kind.CONST:
+            out["lo"], out["hi"] = operand.value & 0xFFFFFFFF, operand.value >> 32 & 0xFFFFFFFF
+
+    def ranges(self, operands: list[Operand], one: Instruction) -> list[tuple[int, int]]:
+        out = []
+        for operand in operands:
+            if operand.kind is Kind.VGPR:
+                out.append((self.register(operand, one), operand.width))
+            elif operand.kind is Kind.SGPR and operand.idx < 124:
+                out.append((SGPR_BASE + operand.idx, operand.width))
+        return out
+
+    def one(self, row: np.void, one: Instruction) -> None:
+        name, mods = one.mnemonic, one.mods
+        row["offset"], row["size"], row["nsrc"] = one.offset, one.size, len(one.srcs)
+        for key in _FROM_MODS & mods.keys():
+            row[key] = mods[key]
+        row["dpp"], row["simm"] = mods.get("dpp", 0), mods.get("simm", 0)
+        row["imm"], row["imm1"] = mods.get("offset", 0), mods.get("offset1", 0)
+        row["scope"] = _scope(one) if one.encoding in ("FLAT", "MUBUF") else 0
+        row["bytes"] = min(4 * one.dst.width, 255) if one.encoding == "SMEM" else 0
+        row["result_type"] = _result_type(name)
+        self.put(row["dst"], one.dst, one)
+        self.put(row["sdst"], one.sdst, one)
+        for k, operand in enumerate(one.srcs):
+            self.put(row["src"][k], operand, one)
+        if one.is_branch or name == "s_call_b64":
+            if one.target not in self.index:
+                raise CodeObjectError(
+                    f"{self.kernel.name}: branch at {one.offset:#x} must hit an instruction, got {one.target:#x}"
+                )
+            row["target"] = self.index[one.target]
+        handler = self.handler(name)
+        clamped = (mods.get("clamp") or mods.get("omod")) and not name.startswith(_HANDLES_CLAMP)
+        if clamped and not row["result_type"] and not name.startswith("v_cmp"):
+            handler = 0
+        row["fn"] = row["inner"] = handler or self.lib.emu_unimplemented()
+        if handler and (mods.get("has_dpp") or mods.get("has_sdwa") or (clamped and row["result_type"])):
+            row["fn"] = self.lib.emu_modified()
+        reads = list(one.srcs)
+        if any(part in name for part in _READS_DST):
+            reads.append(one.dst)
+        if name.startswith(("s_cbranch_vcc", "v_div_fmas")):
+            reads.append(Operand(Kind.SGPR, VCC, 2))
+        writes = [one.dst, one.sdst]
+        if "swap_b32" in name and one.srcs:
+            writes.append(one.srcs[0])
+        for key, limit, found in (
+            ("reads", 8, self.ranges(reads, one)),
+            ("writes", 3, self.ranges(writes, one)),
+        ):
+            row[f"n{key}"] = min(len(found), limit)
+            for k, pair in enumerate(found[:limit]):
+                row[key][k] = pair
+
+
+def lower(kernel: Kernel) -> NDArray[np.void]:
+    """The core's instruction array of a kernel. Raises CodeObjectError for registers or branches out of range."""
+    lowering = _Lowering(kernel)
+    out: NDArray[np.void] = np.zeros(len(kernel.instructions), INST)
+    for k, one in enumerate(kernel.instructions):
+        lowering.one(out[k], one)
+    return out
+
+
+def missing(kernel: Kernel) -> set[str]:
+    """Mnemonics of a kernel that the core does not execute."""
+    return {one.mnemonic for one in kernel.instructions} - implemented()
+
+
+__all__ = [
+    "INST",
+    "M0",
+    "CTraffic",
+    "Fault",
+    "Finding",
+    "LaunchDesc",
+    "implemented",
+    "library",
+    "lower",
+    "missing",
+]

@@ -1,0 +1,1 @@
+"""Tests of the gfx950 backend and its emulated device."""

@@ -1,0 +1,69 @@
+"""The live view on a terminal and as lines."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+from rich.console import Console
+
+import loadgen.display as display
+from loadgen.profiles import PROFILES
+from loadgen.replay import Replay
+from loadgen.synth import SyntheticTraces
+from tests.loadgen.fake_tier import FakeTier
+
+
+class YieldingClock:
+    """Virtual time that lets other tasks run whenever it passes."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+    async def sleep_until(self, deadline: float) -> None:
+        self._now = max(self._now, deadline)
+        await asyncio.sleep(0.0005)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_while_the_run_goes_on(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display, "REFRESH_S", 0.02)
+    monkeypatch.setattr(display, "LINE_EVERY_S", 0.02)
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=120, color_system=None)
+    config = PROFILES["demo"].scenario.with_changes(concurrency=8, duration_wall_s=4.0)
+    clock = YieldingClock()
+    replay = Replay(FakeTier(clock), SyntheticTraces(40), config, PROFILES["demo"].tier, clock)
+
+    async def run() -> None:
+        async with display.watch(replay, console, "agentx: 8 lanes"):
+            await replay.run()
+
+    asyncio.run(run())
+    shown = text.getvalue()
+    assert "agentx: 8 lanes" in shown
+    assert "warmup" in shown
+    assert "profile" in shown
+    assert "completed" in shown
+    assert ("small_m" in shown) == terminal
+    done = sum(request.status == "completed" for request in replay.record.requests)
+    assert done > 50
+
+
+def test_running_counts_equal_the_records() -> None:
+    config = PROFILES["demo"].scenario.with_changes(concurrency=4, duration_wall_s=2.0)
+    clock = YieldingClock()
+    replay = Replay(FakeTier(clock), SyntheticTraces(40), config, PROFILES["demo"].tier, clock)
+    progress = display.Progress(replay)
+    progress.update()
+    asyncio.run(replay.run())
+    progress.update()
+    assert sum(progress.counts.values()) == len(replay.record.requests)
+    assert progress.num_tokens == sum(step.num_tokens for step in replay.record.steps)
