@@ -168,7 +168,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
         raise InvalidArgumentError(must_be("x's last dimension", f"a multiple of {BLOCK}", list(x.shape)))
     if not x.is_floating_point():
         raise InvalidArgumentError(must_be("x.dtype", "a floating point type", x.dtype))
-    return x.reshape(-1, x.shape[-1])
+    return x.detach().reshape(-1, x.shape[-1])
 
 
 def _new(x: torch.Tensor, last: int) -> torch.Tensor:

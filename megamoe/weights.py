@@ -38,7 +38,15 @@ class LayerWeights:
 
     @classmethod
     def quantized(cls, w13: torch.Tensor, w2: torch.Tensor) -> LayerWeights:
-        """From dense w13 [E, 2 * intermediate, hidden] and w2 [E, hidden, intermediate], any float dtype."""
+        """From dense w13 [E, 2 * intermediate, hidden] and w2 [E, hidden, intermediate], any float dtype.
+
+        Raises BindingError where the two do not belong together, InvalidArgumentError where MX blocks do not fit.
+        """
+        if w13.dim() != 3 or w13.shape[1] % 2:
+            raise BindingError(must_be("w13.shape", "[experts, 2 * intermediate, hidden]", list(w13.shape)))
+        wanted = [w13.shape[0], w13.shape[2], w13.shape[1] // 2]
+        if list(w2.shape) != wanted:
+            raise BindingError(must_be("w2.shape", f"{wanted} beside this w13", list(w2.shape)))
         return cls(*mx.quantize_mxfp4(w13), *mx.quantize_mxfp4(w2))
 
     def dequantized(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,20 +74,31 @@ class LayerWeights:
         return LayerWeights(*(tensor[start:stop] for tensor in self.tensors().values()))
 
     def fingerprint(self) -> str:
-        """Digest of the bytes: tells weight sets apart. Reads everything; not for hot paths."""
+        """Digest of shapes and bytes: tells weight sets apart. Reads everything (about 1 GB/s); not for hot paths."""
         digest = hashlib.sha256()
         for tensor in self.as_bytes().tensors().values():
-            digest.update(tensor.contiguous().cpu().numpy().tobytes())
+            digest.update(f"{list(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().cpu().numpy().data)
         return digest.hexdigest()[:16]
 
 
 def shard(weights: LayerWeights, shape: MoeShape, rank: int) -> LayerWeights:
-    """The experts of `rank` out of all experts of a layer: contiguous blocks of num_experts_per_rank."""
-    num_experts = weights.w13_codes.shape[0]
-    if num_experts != shape.num_experts:
-        raise BindingError(must_be("experts to shard", shape.num_experts, num_experts))
+    """The experts of `rank` out of all experts of a layer, as views: contiguous blocks of num_experts_per_rank.
+
+    Raises BindingError when a tensor has not all experts of the shape, or the rank is not one of it.
+    """
+    for name, tensor in weights.tensors().items():
+        if tensor.shape[0] != shape.num_experts:
+            raise BindingError(must_be(f"experts of {name} to shard", shape.num_experts, tensor.shape[0]))
+    experts = _experts_of(shape, rank)
+    return weights.experts(experts.start, experts.stop)
+
+
+def _experts_of(shape: MoeShape, rank: int) -> range:
+    if not 0 <= rank < shape.num_ranks:
+        raise BindingError(must_be("rank", f"from 0 to {shape.num_ranks - 1}", rank))
     start = rank * shape.num_experts_per_rank
-    return weights.experts(start, start + shape.num_experts_per_rank)
+    return range(start, start + shape.num_experts_per_rank)
 
 
 def wanted_shapes(shape: MoeShape) -> dict[str, tuple[int, ...]]:
@@ -101,23 +120,27 @@ def check_binding(
     num_slots: int,
     device: torch.device | str = "cpu",
 ) -> LayerWeights:
-    """Everything that can refuse a binding, before anything changes; returns the byte views to bind.
+    """Everything that can refuse a binding, before anything changes; returns the byte views to bind, not copies.
 
-    Raises BindingError naming field, wanted and got: slot out of range, wrong dtype (scales must be one-byte E8M0:
-    e4m3, int8 and bool are refused), wrong shape, wrong device, not contiguous.
+    device: the runtime's; with an index (cuda:1) weights on another index are refused too. Raises BindingError naming
+    field, wanted and got: slot out of range, not a tensor, wrong dtype (scales must be one-byte E8M0: e4m3, int8 and
+    bool are refused), wrong shape, wrong device, not contiguous.
     """
-    if not 0 <= slot_idx < num_slots:
-        raise BindingError(must_be("slot_idx", f"from 0 to {num_slots - 1}", slot_idx))
+    if not isinstance(slot_idx, int) or isinstance(slot_idx, bool) or not 0 <= slot_idx < num_slots:
+        raise BindingError(must_be("slot_idx", f"an int from 0 to {num_slots - 1}", repr(slot_idx)))
+    wanted_device = torch.device(device)
     wanted = wanted_shapes(shape)
     for name, tensor in weights.tensors().items():
+        if not isinstance(tensor, torch.Tensor):
+            raise BindingError(must_be(name, "a torch.Tensor", type(tensor).__name__))
         dtypes = _SCALE_DTYPES if name.endswith("scales") else _CODE_DTYPES
         if tensor.dtype not in dtypes:
             known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise BindingError(must_be(f"{name}.dtype", known, str(tensor.dtype).removeprefix("torch.")))
         if tuple(tensor.shape) != wanted[name]:
             raise BindingError(must_be(f"{name}.shape", list(wanted[name]), list(tensor.shape)))
-        if tensor.device.type != torch.device(device).type:
-            raise BindingError(must_be(f"{name}.device", device, tensor.device))
+        if tensor.device.type != wanted_device.type or wanted_device.index not in (None, tensor.device.index):
+            raise BindingError(must_be(f"{name}.device", wanted_device, tensor.device))
         if not tensor.is_contiguous():
             raise BindingError(must_be(f"{name} strides", "contiguous", list(tensor.stride())))
     return weights.as_bytes()
@@ -128,17 +151,17 @@ def random_layer_weights(
 ) -> LayerWeights:
     """Plausible random experts (unit-variance outputs for unit-variance rows), deterministic per expert.
 
-    rank: only that rank's experts, equal to `shard` of all of them; None: all experts of the layer.
+    rank: only that rank's experts, equal to `shard` of all of them; None: all experts of the layer. Holds one dense
+    expert at a time beside the packed ones.
     """
-    first, count = 0, shape.num_experts
-    if rank is not None:
-        first, count = rank * shape.num_experts_per_rank, shape.num_experts_per_rank
-    w13_parts, w2_parts = [], []
-    for expert in range(first, first + count):
+    experts = range(shape.num_experts) if rank is None else _experts_of(shape, rank)
+    packed = []
+    for expert in experts:
         digest = hashlib.sha256(f"{seed}:{layer_idx}:{expert}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        w13_parts.append(torch.randn(2 * shape.intermediate, shape.hidden, generator=generator))
-        w2_parts.append(torch.randn(shape.hidden, shape.intermediate, generator=generator))
-    w13 = torch.stack(w13_parts).mul_(shape.hidden**-0.5)
-    w2 = torch.stack(w2_parts).mul_(1.5 * shape.intermediate**-0.5)
-    return LayerWeights.quantized(w13, w2)
+        w13 = torch.randn(2 * shape.intermediate, shape.hidden, generator=generator)
+        w2 = torch.randn(shape.hidden, shape.intermediate, generator=generator)
+        w13.mul_(shape.hidden**-0.5)
+        w2.mul_(1.5 * shape.intermediate**-0.5)
+        packed.append((*mx.quantize_mxfp4(w13), *mx.quantize_mxfp4(w2)))
+    return LayerWeights(*(torch.stack(parts) for parts in zip(*packed, strict=True)))

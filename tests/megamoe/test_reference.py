@@ -11,7 +11,7 @@ import torch
 
 from megamoe import MoeBatch, MoeShape, RowFormat, reference
 from megamoe.routing import route_rank
-from megamoe.weights import LayerWeights, random_layer_weights
+from megamoe.weights import random_layer_weights
 
 SHAPE = MoeShape(hidden=64, intermediate=32, num_experts=8, num_topk=3, num_ranks=4, swiglu_limit=1.0)
 WEIGHTS = random_layer_weights(SHAPE, seed=5)
@@ -120,13 +120,3 @@ def test_relative_l2_and_tolerance() -> None:
     assert not nan <= reference.QUANTIZED_REL_L2, "a NaN must never pass a bound"
     assert reference.tolerance(1e-2, 63) == 2e-2
     assert reference.tolerance(1e-2, 64) == 1e-2
-
-
-def test_random_weights_are_the_same_sharded_or_whole() -> None:
-    from megamoe.weights import shard
-
-    for rank in range(4):
-        own = random_layer_weights(SHAPE, seed=5, rank=rank)
-        assert own.fingerprint() == shard(WEIGHTS, SHAPE, rank).fingerprint()
-    assert random_layer_weights(SHAPE, seed=5, layer_idx=1).fingerprint() != WEIGHTS.fingerprint()
-    assert LayerWeights(*WEIGHTS.tensors().values()).fingerprint() == WEIGHTS.fingerprint()
