@@ -6,7 +6,6 @@ Owns: the stream to one rank. When it breaks, every request in flight and every 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import grpc
@@ -45,8 +44,9 @@ class RankStream:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._next_id = 1
         self._broken: MegaMoeError | None = None
-        self._write_lock = asyncio.Lock()
+        self._out: asyncio.Queue[wire.Envelope[pb.ForwardRequest]] = asyncio.Queue()
         self._reader = asyncio.create_task(self._read(), name=f"replies of rank {rank}")
+        self._writer = asyncio.create_task(self._write(), name=f"requests to rank {rank}")
 
     async def request(
         self, message: pb.ForwardRequest, parts: tuple[wire.Buffer, ...] = (), *, timeout_s: float
@@ -58,35 +58,31 @@ class RankStream:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             kind = message.WhichOneof("request")
-            raise UnavailableError(
-                f"rank {self.rank} at {self.address} did not answer {kind} within {timeout_s} s"
-            ) from None
-
-    def send(self, message: pb.ForwardRequest, parts: tuple[wire.Buffer, ...] = ()) -> asyncio.Task[Reply]:
-        """Queue one request behind all earlier ones; the task ends with its reply."""
-        request_id = self._next_id
-        self._next_id += 1
-        message.request_id = request_id
-        return asyncio.ensure_future(self._exchange(request_id, wire.Envelope(message, parts)))
-
-    async def _exchange(self, request_id: int, envelope: wire.Envelope[pb.ForwardRequest]) -> Reply:
-        self._raise_if_broken()
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = future
-        try:
-            async with self._write_lock:
-                self._raise_if_broken()
-                try:
-                    await self._call.write(envelope)
-                except grpc.aio.AioRpcError as error:
-                    raise from_rpc(error, where=self._where, rank=self.rank) from error
-                except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
-                    await asyncio.wait({self._reader}, timeout=1.0)  # it knows why the stream ended
-                    self._raise_if_broken()
-                    raise UnavailableError(f"the stream to {self._where} is closed") from error
-            return await future
+            raise UnavailableError(f"{self._where} did not answer {kind} within {timeout_s} s") from None
         finally:
-            self._waiting.pop(request_id, None)
+            self._waiting.pop(message.request_id, None)
+
+    def send(self, message: pb.ForwardRequest, parts: tuple[wire.Buffer, ...] = ()) -> asyncio.Future[Reply]:
+        """Queue one request behind all earlier ones; the future ends with its reply. Cancelling it abandons the
+        reply, not the request."""
+        message.request_id = self._next_id
+        self._next_id += 1
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        if self._broken is not None:
+            future.set_exception(same_error(self._broken))
+            return future
+        self._waiting[message.request_id] = future
+        self._out.put_nowait(wire.Envelope(message, parts))
+        return future
+
+    async def _write(self) -> None:
+        """The only writer: gRPC ends a whole stream when a write is cancelled, so requests never write themselves."""
+        while True:
+            envelope = await self._out.get()
+            try:
+                await self._call.write(envelope)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+                return  # the reader knows why the stream ended
 
     @property
     def _where(self) -> str:
@@ -95,7 +91,7 @@ class RankStream:
     async def _read(self) -> None:
         try:
             while (reply := await self._call.read()) is not _EOF:
-                future = self._waiting.get(reply.message.request_id)
+                future = self._waiting.pop(reply.message.request_id, None)
                 if future is None or future.done():
                     continue  # the caller gave up on it
                 if reply.message.HasField("error"):
@@ -114,20 +110,15 @@ class RankStream:
         self._broken = error
         for future in self._waiting.values():
             if not future.done():
+                # Each gets an exception of its own: a shared one would collect everybody's tracebacks.
                 future.set_exception(same_error(error))
                 future.exception()  # seen: its request may have been abandoned
-
-    def _raise_if_broken(self) -> None:
-        """Each raise gets an exception of its own: a shared one would collect everybody's tracebacks."""
-        if self._broken is not None:
-            raise same_error(self._broken)
+        self._waiting.clear()
 
     async def close(self) -> None:
         """End the stream and its channel. Safe to call twice."""
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._call.done_writing(), 1.0)
+        self._writer.cancel()
         self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await self._reader
+        await asyncio.wait({self._writer, self._reader}, timeout=1.0)
         self._call.cancel()
         await self._channel.close(None)

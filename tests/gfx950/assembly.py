@@ -29,7 +29,7 @@ def kernel_of(
     metadata = {
         ".max_flat_workgroup_size": 1024, ".group_segment_fixed_size": lds_bytes, ".private_segment_fixed_size": scratch_bytes,
     }  # fmt: skip
-    return Kernel(name, descriptor, assemble(text + "\ns_endpgm"), args, metadata, {})
+    return Kernel(name, descriptor, assemble(text + "\ns_endpgm"), args, metadata)
 
 
 def run_op(

@@ -192,3 +192,14 @@ def test_unknown_words_are_named() -> None:
         decode(_words(0x3F << 25 | 0xFE << 9))
     with pytest.raises(DecodeError, match="must end inside the code"):
         decode(_words(0xD1FF0000))
+
+
+def test_instructions_have_source_lines() -> None:
+    kernel, _, _ = triton_kernel(tk.softmax, {"x": "*fp32", "out": "*fp32", "n": "i32"}, {"BLOCK": 512})
+    lines = {
+        kernel.line_of(one.offset)
+        for one in kernel.instructions
+        if one.mnemonic.startswith("buffer_store") or "global_store" in one.mnemonic
+    }
+    first = tk.softmax.__code__.co_firstlineno
+    assert lines == {("triton_kernels.py", first + 4)}

@@ -189,7 +189,7 @@ async def test_a_vanished_caller_leaks_nothing(running: Running) -> None:
     stream = running.stream()
     for _ in range(3):
         message, parts = layer_call(100)
-        stream.send(message, parts).add_done_callback(lambda task: task.cancelled() or task.exception())
+        stream.send(message, parts).add_done_callback(lambda future: future.cancelled() or future.exception())
     for _ in range(300):
         if running.ring.num_waiting == 3:
             break

@@ -15,6 +15,7 @@ from megamoe.backends.gfx950.emulator.elf import ElfFile
 from megamoe.backends.gfx950.emulator.errors import CodeObjectError
 from megamoe.backends.gfx950.emulator.isa.decode import decode
 from megamoe.backends.gfx950.emulator.isa.instruction import Instruction
+from megamoe.backends.gfx950.emulator.lines import LineTable
 from megamoe.backends.gfx950.emulator.msgpack import unpack
 
 _HIDDEN = (
@@ -97,7 +98,8 @@ class Kernel:
     code: bytes
     args: tuple[KernelArg, ...]
     metadata: Mapping[str, object]
-    lines: Mapping[int, tuple[str, int]]
+    lines: LineTable | None = None
+    address: int = 0
 
     @cached_property
     def instructions(self) -> list[Instruction]:
@@ -142,7 +144,7 @@ class Kernel:
 
     def line_of(self, offset: int) -> tuple[str, int] | None:
         """Source file and line of the instruction at byte `offset`, where the code object says it."""
-        return self.lines.get(offset)
+        return self.lines.find(self.address + offset) if self.lines else None
 
     @property
     def explicit_args(self) -> tuple[KernelArg, ...]:
@@ -185,6 +187,7 @@ class CodeObject:
 
     def __init__(self, data: bytes) -> None:
         self.elf = ElfFile(data)
+        self.lines = LineTable(self.elf)
         meta = unpack(self.elf.metadata_note())
         if not isinstance(meta, dict):
             raise CodeObjectError(f"metadata must be a map, got {type(meta).__name__}")
@@ -235,7 +238,13 @@ class CodeObject:
                     f"metadata {key} of {name} must equal the descriptor's {value}, got {meta.get(key)!r}"
                 )
         return Kernel(
-            name, descriptor, self.elf.bytes_at(code.address, code.size), _args(name, meta), meta, {}
+            name,
+            descriptor,
+            self.elf.bytes_at(code.address, code.size),
+            _args(name, meta),
+            meta,
+            self.lines,
+            code.address,
         )
 
 
