@@ -13,6 +13,7 @@ from megamoe.bundle import (
     plan_bundle,
     prev_power_of_2,
 )
+from megamoe.checkpoint import load_layer, save_layer
 from megamoe.layout import HeapLayout, Region, plan_layout
 from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
 from megamoe.routing import DISTRIBUTIONS, route_rank
@@ -53,12 +54,14 @@ __all__ = [
     "choose_path",
     "fence",
     "is_fall_off",
+    "load_layer",
     "plan_bundle",
     "plan_layout",
     "preset",
     "prev_power_of_2",
     "random_layer_weights",
     "route_rank",
+    "save_layer",
     "shard",
     "shm_free_bytes",
     "unlink_all",

@@ -91,7 +91,10 @@ class ServiceConfig(BaseModel):
     batch_invariant: bool = Field(False, description="a row's bits do not depend on its batch mates")
     gfx950_emulated: bool = Field(False, description="gfx950 code on the CPU emulator")
 
-    checkpoint: str = Field("", description="folder of safetensors weights; empty = random by weights_seed")
+    checkpoint: str = Field(
+        "",
+        description="folder of layer-NNNNN.safetensors (megamoe.save_layer); empty = random by weights_seed",
+    )
     weights_seed: int = Field(0, description="seed of random weights")
 
     host: str = Field("127.0.0.1", description="address to listen on")

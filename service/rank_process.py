@@ -19,11 +19,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megamoe import PathPolicy, Runtime, random_layer_weights, unlink_all
+from megamoe import LayerWeights, PathPolicy, Runtime, load_layer, random_layer_weights, unlink_all
 from megamoe.errors import InternalError, MegaMoeError
 from service import warmup
 from service.board import FIRST_RING_WRITER, Board
@@ -117,6 +118,12 @@ class RankProcess:
 
     # ------------------------------------------------------------------------------ the device
 
+    def _weights(self, layer_idx: int) -> LayerWeights:
+        config, shape, rank = self.config, self.config.moe_shape, self.spec.rank
+        if config.checkpoint:
+            return load_layer(Path(config.checkpoint), shape, layer_idx, rank=rank)
+        return random_layer_weights(shape, seed=config.weights_seed, layer_idx=layer_idx, rank=rank)
+
     def _open_device(self) -> tuple[StepLoop, RankMetrics]:
         """Runtime, weights, warm-up and the running step loop; all closed with self._open, last opened first."""
         config, rank, group_name, opened = self.config, self.spec.rank, self.spec.group_name, self._open
@@ -127,8 +134,7 @@ class RankProcess:
         runtime = Runtime.open(config.deployment, rank=rank, group_name=group_name, timeout_s=timeout_s)
         opened.callback(runtime.close)
         for layer_idx in range(shape.num_layers):
-            weights = random_layer_weights(shape, seed=config.weights_seed, layer_idx=layer_idx, rank=rank)
-            runtime.bind_layer(layer_idx, weights)
+            runtime.bind_layer(layer_idx, self._weights(layer_idx))
         warmup.run(runtime, PathPolicy.of(config.deployment), timeout_s=timeout_s)
 
         balance = Balance.open(group_name, rank, shape.num_ranks, timeout_s=timeout_s)

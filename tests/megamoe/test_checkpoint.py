@@ -1,0 +1,47 @@
+"""A checkpoint gives every rank its own experts, and says what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megamoe import MoeShape
+from megamoe.checkpoint import layer_file, load_layer, save_layer
+from megamoe.errors import BindingError
+from megamoe.weights import random_layer_weights, shard
+
+SHAPE = MoeShape(hidden=64, intermediate=32, num_experts=8, num_topk=3, num_ranks=4, num_layers=2)
+
+
+def test_every_rank_gets_its_own_experts(tmp_path: Path) -> None:
+    layers = [random_layer_weights(SHAPE, seed=3, layer_idx=idx) for idx in range(2)]
+    for idx, whole in enumerate(layers):
+        save_layer(tmp_path, idx, whole)
+    for idx, whole in enumerate(layers):
+        for rank in range(4):
+            loaded = load_layer(tmp_path, SHAPE, idx, rank=rank)
+            assert loaded.fingerprint() == shard(whole, SHAPE, rank).fingerprint()
+            assert all(tensor.is_contiguous() for tensor in loaded.tensors().values())
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BindingError, match=r"layer-00001\.safetensors"):
+        load_layer(tmp_path, SHAPE, 1, rank=0)
+    whole = random_layer_weights(SHAPE, seed=3).tensors()
+    save_file(
+        {name: whole[name].contiguous() for name in ("w13_codes", "w13_scales", "w2_codes")},
+        str(layer_file(tmp_path, 0)),
+    )
+    with pytest.raises(BindingError, match="with w2_scales"):
+        load_layer(tmp_path, SHAPE, 0, rank=0)
+    save_file(whole | {"w2_scales": torch.zeros(8, 64, 2, dtype=torch.uint8)}, str(layer_file(tmp_path, 0)))
+    with pytest.raises(
+        BindingError, match=r"w2_scales of layer-00000.* must be \[8, 64, 1\], got \[8, 64, 2\]"
+    ):
+        load_layer(tmp_path, SHAPE, 0, rank=0)
+    layer_file(tmp_path, 0).write_bytes(b"not a safetensors file")
+    with pytest.raises(BindingError, match="must be a safetensors file"):
+        load_layer(tmp_path, SHAPE, 0, rank=0)
