@@ -16,6 +16,7 @@ import torch
 from megamoe import mx
 from megamoe.batch import MoeBatch
 from megamoe.bundle import RowFormat
+from megamoe.errors import InvalidArgumentError, must_be
 from megamoe.shape import MoeShape
 from megamoe.weights import LayerWeights
 
@@ -31,7 +32,12 @@ def tolerance(base: float, num_rows: int) -> float:
 
 
 def relative_l2(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| in float64; 0 for equal tensors (empty or all-zero too), NaN where a NaN is compared."""
+    """|got - want| / |want| in float64; 0 for equal tensors (empty or all-zero too), NaN where a NaN is compared.
+
+    Raises InvalidArgumentError for different shapes: broadcasting would compare something else.
+    """
+    if got.shape != want.shape:
+        raise InvalidArgumentError(must_be("shape of got", list(want.shape), list(got.shape)))
     difference = float((got.double() - want.double()).norm())
     return difference / max(float(want.double().norm()), 1e-300) if difference != 0 else 0.0
 
@@ -103,6 +109,9 @@ def _combined(
 ) -> torch.Tensor:
     if isinstance(row_format_per_rank, RowFormat):
         row_format_per_rank = [row_format_per_rank] * shape.num_ranks
+    if len(row_format_per_rank) != shape.num_ranks:
+        wanted = f"one format for each of {shape.num_ranks} owner ranks"
+        raise InvalidArgumentError(must_be("row_format_per_rank", wanted, list(row_format_per_rank)))
     routed = torch.zeros(*batch.topk_ids.shape, shape.hidden)
     for expert, tokens, slots in _by_expert(batch.topk_ids):
         rows = expert_rows(expert, x[tokens])
@@ -113,8 +122,7 @@ def _combined(
             routed[tokens, slots] = rows.bfloat16().float() * weight
     out = torch.zeros_like(x)
     for slot in range(shape.num_topk):
-        served = batch.topk_ids[:, slot] >= 0
-        out[served] += routed[served, slot]
+        out += routed[:, slot]  # zero where nobody serves the slot
     return out.bfloat16()
 
 

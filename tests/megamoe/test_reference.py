@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megamoe import MoeBatch, MoeShape, RowFormat, reference
+from megamoe.errors import InvalidArgumentError
 from megamoe.routing import route_rank
 from megamoe.weights import random_layer_weights
 
@@ -113,10 +114,91 @@ def test_pre_quantized_rows_are_not_quantized_again() -> None:
     )
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.5, 10.0])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_swiglu_per_element(limit: float, activation: str) -> None:
+    """act(min(gate, L)) * clamp(up, -L, L), gate first; no clamp for L = 0."""
+    gates = [-30.0, -3.0, -0.5, 0.0, 0.4, 0.6, 3.0, 30.0]
+    ups = [-30.0, 30.0, -0.4, 0.6, -0.6, 2.0, 11.0, -11.0]
+    got = reference.swiglu(torch.tensor([gates + ups], dtype=torch.float64), limit, activation)
+    for value, gate, up in zip(got[0].tolist(), gates, ups, strict=True):
+        if limit:
+            gate, up = min(gate, limit), max(-limit, min(limit, up))
+        if activation == "silu":
+            act = gate / (1 + math.exp(-gate))
+        else:
+            act = gate * 0.5 * (1 + math.erf(gate / math.sqrt(2)))
+        assert value == pytest.approx(act * up, rel=1e-12, abs=1e-300)
+
+
+def test_poison_stays_in_its_row_and_nobody_reads_weights_of_nobody() -> None:
+    batch = batch_of(12, seed=8, no_expert_share=0.2)
+    x, weights = batch.hidden_states.clone(), batch.topk_weights.clone()
+    x[3, 7], x[5, 63], x[6, 0] = float("nan"), float("inf"), float("-inf")
+    weights[batch.topk_ids == -1] = float("nan")
+    poisoned = MoeBatch.of(SHAPE, x, batch.topk_ids, weights)
+    served = (batch.topk_ids >= 0).any(-1)
+    dirty = torch.zeros(12, dtype=torch.bool)
+    dirty[[3, 5, 6]] = True
+    for oracle in (
+        reference.exact_moe,
+        reference.quantized_moe,
+        lambda b, w, s: reference.quantized_moe(b, w, s, RowFormat.FP8),
+        lambda b, w, s: reference.identity_moe(b, s),
+    ):
+        clean, got = oracle(batch, WEIGHTS, SHAPE), oracle(poisoned, WEIGHTS, SHAPE)
+        assert torch.equal(got[~dirty], clean[~dirty])
+        assert bool(got[dirty & served].isnan().any(-1).all())
+
+
+def test_nobody_and_empty_batches_give_zeros() -> None:
+    ids = torch.full((2, 3), -1, dtype=torch.int32)
+    batch = MoeBatch.of(SHAPE, torch.ones(2, 64).bfloat16(), ids, torch.ones(2, 3))
+    for got in (
+        reference.exact_moe(batch, WEIGHTS, SHAPE),
+        reference.quantized_moe(batch, WEIGHTS, SHAPE),
+        reference.identity_moe(batch, SHAPE),
+    ):
+        assert torch.equal(got, torch.zeros(2, 64, dtype=got.dtype))
+    empty = MoeBatch.empty(SHAPE)
+    assert reference.quantized_moe(empty, WEIGHTS, SHAPE).shape == (0, 64)
+    assert reference.exact_moe(empty, WEIGHTS, SHAPE).dtype is torch.float64
+
+
+def test_rounding_order_of_the_combine() -> None:
+    """fp32 in ascending slot order, then bf16 once. 2^25 swallows 1 in fp32, so the order of slots can be seen; and
+    1 + 3 * 2^-10 survives to the end only if the sum is not rounded to bf16 on the way."""
+    ids = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 2], [2, 1, 0]], dtype=torch.int32)
+    weights = torch.tensor(
+        [[2.0**25, 1.0, -(2.0**25)], [2.0**25, -(2.0**25), 1.0], [1.0, 2**-9, 2**-9], [1.0, 1, 1]]
+    )
+    x = torch.ones(4, 64).bfloat16()
+    got = reference.identity_moe(MoeBatch.of(SHAPE, x, ids, weights), SHAPE)
+    # 1 + 2^-9 would round to 1 in bf16 and so would the next addition; together they are half a step: ties to even.
+    assert got[:, 0].tolist() == [0.0, 1.0, 1.0, 3.0]
+    weights[2] = torch.tensor([1.0, 3 * 2**-10, 3 * 2**-10])
+    got = reference.identity_moe(MoeBatch.of(SHAPE, x, ids, weights), SHAPE)
+    assert float(got[2, 0]) == 1.0 + 2**-7
+
+
+def test_row_formats_are_by_owner_rank() -> None:
+    """A weight that FP8 cannot hold shows which owner's rows were quantized after weighting."""
+    ids = torch.tensor([[0, -1, -1], [2, -1, -1], [5, -1, -1], [7, -1, -1]], dtype=torch.int32)
+    weights = torch.full((4, 3), 1.0625)
+    x = torch.ones(4, 64).bfloat16()
+    formats = [RowFormat.FP8, RowFormat.BF16, RowFormat.FP8, RowFormat.BF16]
+    got = reference.identity_moe(MoeBatch.of(SHAPE, x, ids, weights), SHAPE, formats)
+    assert got[:, 0].tolist() == [1.0, 1.0625, 1.0, 1.0625]
+    with pytest.raises(InvalidArgumentError, match="row_format_per_rank must be one format for each of 4"):
+        reference.identity_moe(MoeBatch.of(SHAPE, x, ids, weights), SHAPE, formats[:3])
+
+
 def test_relative_l2_and_tolerance() -> None:
     assert reference.relative_l2(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
     assert reference.relative_l2(torch.zeros(0), torch.zeros(0)) == 0.0
     nan = reference.relative_l2(torch.tensor([float("nan")]), torch.ones(1))
     assert not nan <= reference.QUANTIZED_REL_L2, "a NaN must never pass a bound"
+    with pytest.raises(InvalidArgumentError, match=r"shape of got must be \[2, 1\], got \[2\]"):
+        reference.relative_l2(torch.zeros(2), torch.zeros(2, 1))
     assert reference.tolerance(1e-2, 63) == 2e-2
     assert reference.tolerance(1e-2, 64) == 1e-2
