@@ -58,6 +58,15 @@ def rows_as_float(batch: MoeBatch) -> torch.Tensor:
     return batch.hidden_states.float()
 
 
+def _dispatched_rows(batch: MoeBatch) -> torch.Tensor:
+    """The rows that owners receive, fp32. A block with a NaN code is NaN as a whole, as if it had been encoded here."""
+    rows = rows_as_float(batch)
+    if batch.hidden_states_sf is None:
+        return _mxfp8_round(rows)
+    blocks = rows.unflatten(-1, (-1, mx.BLOCK))
+    return blocks.masked_fill(blocks.isnan().any(-1, keepdim=True), float("nan")).flatten(-2)
+
+
 def exact_moe(batch: MoeBatch, weights: LayerWeights, shape: MoeShape) -> torch.Tensor:
     """[n, hidden] float64: the layer without any activation quantization. weights: all experts of the layer."""
     x = rows_as_float(batch).double()
@@ -79,7 +88,7 @@ def quantized_moe(
 
     row_format_per_rank: format of the rows that each owner rank sends back, as a reply reports it.
     """
-    x = _mxfp8_round(rows_as_float(batch)) if batch.hidden_states_sf is None else rows_as_float(batch)
+    x = _dispatched_rows(batch)
 
     def expert_rows(expert: int, rows: torch.Tensor) -> torch.Tensor:
         # float64 sums: an accumulation order of its own, so that no backend is favoured.
@@ -96,7 +105,7 @@ def identity_moe(
     row_format_per_rank: Sequence[RowFormat] | RowFormat = RowFormat.BF16,
 ) -> torch.Tensor:
     """[n, hidden] bf16: transport only. Bitwise for rows that MXFP8 holds exactly and power-of-two weights."""
-    x = _mxfp8_round(rows_as_float(batch)) if batch.hidden_states_sf is None else rows_as_float(batch)
+    x = _dispatched_rows(batch)
     return _combined(x, batch, shape, row_format_per_rank, lambda expert, rows: rows)
 
 

@@ -193,6 +193,19 @@ def test_row_formats_are_by_owner_rank() -> None:
         reference.identity_moe(MoeBatch.of(SHAPE, x, ids, weights), SHAPE, formats[:3])
 
 
+def test_a_nan_code_from_outside_is_a_nan_block() -> None:
+    from megamoe import mx
+
+    batch = batch_of(4)
+    codes, scales = mx.quantize_mxfp8(batch.hidden_states)
+    codes[2, 33] = 0xFF
+    got = reference.identity_moe(MoeBatch.of(SHAPE, codes, batch.topk_ids, batch.topk_weights, scales), SHAPE)
+    want = reference.identity_moe(batch, SHAPE)
+    assert bool(got[2, 32:].isnan().all())
+    got[2, 32:] = want[2, 32:]
+    assert torch.equal(got, want)
+
+
 def test_relative_l2_and_tolerance() -> None:
     assert reference.relative_l2(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
     assert reference.relative_l2(torch.zeros(0), torch.zeros(0)) == 0.0
