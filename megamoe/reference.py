@@ -63,8 +63,8 @@ def _dispatched_rows(batch: MoeBatch) -> torch.Tensor:
     rows = rows_as_float(batch)
     if batch.hidden_states_sf is None:
         return _mxfp8_round(rows)
-    blocks = rows.unflatten(-1, (-1, mx.BLOCK))
-    return blocks.masked_fill(blocks.isnan().any(-1, keepdim=True), float("nan")).flatten(-2)
+    blocks = rows.view(*batch.hidden_states_sf.shape, mx.BLOCK)
+    return blocks.masked_fill(blocks.isnan().any(-1, keepdim=True), float("nan")).view(rows.shape)
 
 
 def exact_moe(batch: MoeBatch, weights: LayerWeights, shape: MoeShape) -> torch.Tensor:
