@@ -140,7 +140,7 @@ class FrontGroup:
             )
             for count, phase in zip(job.counts, job.phases)
         ]
-        planned = self._ask(dict(enumerate(intents)), left_s)[0]
+        planned = self._ask(dict(enumerate(intents)), 2 * left_s + _MARGIN_S)[0]
         if not isinstance(planned, PlanReply):
             raise InternalError(f"a StepIntent was answered by {type(planned).__name__}; this is a bug")
         try:
@@ -168,7 +168,7 @@ class FrontGroup:
         self._next_sequence += 1
         tickets = self._submit(calls)
         try:
-            replies = self._wait(tickets, left_s)
+            replies = self._wait(tickets, 2 * left_s + _MARGIN_S)
             ordered = tuple(replies.get(rank) for rank in range(len(self._rings)))
             done = StepDone(
                 plan=planned.plan,
@@ -235,7 +235,7 @@ class FrontGroup:
         return tickets
 
     def _wait(self, tickets: dict[int, Ticket], timeout_s: float) -> dict[int, Reply]:
-        deadline = time.monotonic() + 2 * timeout_s + _MARGIN_S
+        deadline = time.monotonic() + timeout_s
         replies: dict[int, Reply] = {}
         for rank, ticket in tickets.items():
             replies[rank] = self._wait_one(rank, ticket, deadline)
@@ -250,7 +250,7 @@ class FrontGroup:
             with contextlib.suppress(PeerTimeoutError):
                 return self._rings[rank].wait(ticket, min(0.2, max(deadline - time.monotonic(), 0.001)))
             if time.monotonic() >= deadline:
-                raise PeerTimeoutError(f"rank {rank} must answer the front in time, it did not", [rank])
+                raise PeerTimeoutError(f"rank {rank} did not answer the front in time", [rank])
         raise UnavailableError("a rank is gone: the group restarts")
 
     def _release(self, tickets: dict[int, Ticket]) -> None:

@@ -33,6 +33,7 @@ class LocalLauncher:
         self._children: list[subprocess.Popen[str]] = []
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._stopping = False
+        self._lock = threading.Lock()
 
     def launch(self, specs: Sequence[RankSpec], *, timeout_s: float) -> list[RankUp]:
         self._stopping = False
@@ -40,6 +41,19 @@ class LocalLauncher:
         inherited = inherited_environment()
         env = inherited | rank_environment(specs[0].config, inherited.get("PYTHONPATH", ""))
         for spec in specs:
+            self._spawn(spec, env)
+        try:
+            ups = self._wait_up(len(specs), timeout_s)
+            refuse_many_hosts(ups)
+        except BaseException:
+            self.stop(timeout_s=2.0)
+            raise
+        return ups
+
+    def _spawn(self, spec: RankSpec, env: dict[str, str]) -> None:
+        with self._lock:
+            if self._stopping:
+                raise UnavailableError("the service stops while its ranks are being started")
             child = subprocess.Popen(
                 [sys.executable, "-m", "service.rank_process"],
                 stdin=subprocess.PIPE,
@@ -49,16 +63,9 @@ class LocalLauncher:
                 start_new_session=True,
             )
             self._children.append(child)
-            reader = (child, spec.rank, self._events)
-            threading.Thread(target=_read, args=reader, name=f"rank {spec.rank}", daemon=True).start()
-            self._tell(child, spec.to_json())
-        try:
-            ups = self._wait_up(len(specs), timeout_s)
-            refuse_many_hosts(ups)
-        except BaseException:
-            self.stop(timeout_s=2.0)
-            raise
-        return ups
+        reader = (child, spec.rank, self._events)
+        threading.Thread(target=_read, args=reader, name=f"rank {spec.rank}", daemon=True).start()
+        self._tell(child, spec.to_json())
 
     def _wait_up(self, num_ranks: int, timeout_s: float) -> list[RankUp]:
         deadline = time.monotonic() + timeout_s
@@ -72,8 +79,7 @@ class LocalLauncher:
                     f"all ranks must be up within {timeout_s} s, ranks {missing} are not", missing
                 ) from None
             if event is None:
-                code = self._children[rank].wait(5.0)
-                raise UnavailableError(f"rank {rank} ended with exit status {code} before it was up")
+                raise UnavailableError(f"rank {rank} ended before it was up (its last words are in the log)")
             if "failed" in event:
                 failed = event["failed"]
                 raise error_from_code(failed["code"], f"rank {rank}: {failed['message']}")
@@ -94,20 +100,21 @@ class LocalLauncher:
         }
 
     def stop(self, *, timeout_s: float) -> None:
-        self._stopping = True
-        for child in self._children:
+        with self._lock:
+            self._stopping = True
+            children, self._children = self._children, []
+        for child in children:
             self._tell(child, json.dumps({"stop": True}))
             with contextlib.suppress(OSError):
                 assert child.stdin is not None
                 child.stdin.close()
         deadline = time.monotonic() + timeout_s
-        for child in self._children:
+        for child in children:
             try:
                 child.wait(max(deadline - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait(10.0)
-        self._children = []
 
     def close(self) -> None:
         self.stop(timeout_s=0.0)

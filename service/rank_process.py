@@ -57,6 +57,7 @@ class RankProcess:
         self._rpc: threading.Thread | None = None
         self._stop_rpc: Callable[[], None] = lambda: None
         self._serving = threading.Event()
+        self.is_up = False
         self._stop_lock = threading.Lock()
         policy = warmup.served_policy(self.config.bundle, PathPolicy.of(self.config.deployment))
         self._state = State(generation=spec.generation, policy=policy)
@@ -72,8 +73,9 @@ class RankProcess:
             loop, metrics = self._open_device()
             port, metrics_port = self._open_rpc(loop, metrics)
         except BaseException:
-            self.stop()
+            self._close()
             raise
+        self.is_up = True
         return RankUp(
             rank=self.spec.rank,
             pid=os.getpid(),
@@ -103,7 +105,16 @@ class RankProcess:
         return self._reason
 
     def stop(self) -> None:
-        """End in order: no new requests, what was announced finishes or is refused, memory goes back. Idempotent."""
+        """End in order: no new requests, what was announced finishes or is refused, memory goes back. Idempotent.
+
+        A rank that is not up yet has nobody to be orderly for: whoever stops it kills the process.
+        """
+        if self.is_up:
+            self._close()
+        else:
+            self._end("stopped before it was up")
+
+    def _close(self) -> None:
         with self._stop_lock:
             self._serving.clear()
             self._stop_rpc()
@@ -287,12 +298,15 @@ def _follow(process: RankProcess) -> None:
         if "serve" in order:
             process.serve(Addresses.from_table(order["serve"]))
         asked = asked or "stop" in order
-    guard = threading.Timer(_EXIT_GRACE_S + 2.0, os._exit, (1,))
-    guard.daemon = True
-    guard.start()
+    if process.is_up:
+        guard = threading.Timer(_EXIT_GRACE_S + 2.0, os._exit, (1,))
+        guard.daemon = True
+        guard.start()
     process.stop()
     if not asked:
         unlink_all(process.spec.group_name)
+    if not process.is_up:
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Supervisor:
         while not self._stop.is_set():
             started_s = time.monotonic()
             try:
-                ups = await self._until_stop(self._start_group(launcher))
+                ups = await self._until_stop(launcher, self._start_group(launcher))
                 if ups is None:
                     return
                 self._was_up = True
@@ -117,15 +117,18 @@ class Supervisor:
                 await asyncio.wait_for(self._stop.wait(), pause_s)
             self.state.generation += 1
 
-    async def _until_stop(self, work: Coroutine[Any, Any, list[RankUp]]) -> list[RankUp] | None:
-        """The result of `work`, or None when the service is stopped first."""
-        task = asyncio.create_task(work)
+    async def _until_stop(
+        self, launcher: Launcher, start: Coroutine[Any, Any, list[RankUp]]
+    ) -> list[RankUp] | None:
+        """The ranks once they are up, or None when the service is stopped first."""
+        task = asyncio.create_task(start)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, MegaMoeError):
+        if self._stop.is_set():
+            # The launcher's thread cannot be cancelled; without ranks it ends by itself.
+            await asyncio.to_thread(launcher.stop, timeout_s=2.0)
+            with contextlib.suppress(MegaMoeError):
                 await task
             return None
         return task.result()
