@@ -26,6 +26,7 @@ from megamoe import (
     SubStep,
     SubStepReport,
     is_fall_off,
+    plan_layout,
 )
 from megamoe.errors import ERROR_BY_CODE
 
@@ -90,6 +91,8 @@ class RankMetrics:
         self.registry = CollectorRegistry()
         self._bundle = bundle
         self._balance = balance
+        self._layout = plan_layout(bundle)
+        self._most_heap = 0
         self._labels = {"rank": str(rank), "model_name": model_name}
         self._last_path: Path | None = None
         self._balance_at = 0.0
@@ -138,10 +141,12 @@ class RankMetrics:
         self._policy_version = self._metric(Gauge, "policy_version", "Policy of the last plan.")[()]
         self.heap_bytes = self._metric(Gauge, "heap_bytes", "Size of this rank's symmetric heap.")[()]
         self.heap_high_water = self._metric(
-            Gauge, "heap_high_water_bytes", "Most heap that any step so far has used."
+            Gauge, "heap_high_water_bytes", "Most bytes of the heap that any step so far has filled."
         )[()]
         self.ready = self._metric(Gauge, "ready", "1 when steps make progress on all ranks.")[()]
         self._path_enabled = self._metric(Gauge, "path_enabled", "1 where a path may serve.", paths)
+
+        self.heap_bytes.set(self._layout.num_bytes)
 
         if self.rank != 0:
             return
@@ -200,13 +205,11 @@ class RankMetrics:
             self._path_enabled[(str(path),)].set(on)
 
     def watch(self, values: Mapping[str, Callable[[], float]]) -> None:
-        """Read gauges at scrape time: queue_depth, in_flight, last_progress (Unix seconds), ready, heap_high_water."""
+        """Read gauges at scrape time: queue_depth, in_flight, last_progress (Unix seconds)."""
         gauges = {
             "queue_depth": self.queue_depth,
             "in_flight": self.in_flight,
             "last_progress": self._progress,
-            "ready": self.ready,
-            "heap_high_water": self.heap_high_water,
         }
         for name, function in values.items():
             gauges[name].set_function(function)
@@ -239,10 +242,20 @@ class RankMetrics:
             self._bytes_sent[(path,)].inc(counters.bytes_sent)
             self._padded[()].inc(counters.padded_rows)
             self._dropped[()].inc(counters.dropped_slots)
+            self._observe_heap(report)
             if self._balance:
                 self._balance.add(self.rank, counters.rows_received)
             if self.rank == 0:
                 self._observe_group(plan, policy, idx, report)
+
+    def _observe_heap(self, report: SubStepReport) -> None:
+        """Bytes of the regions that these row counts fill, out of the worst case that the path is sized for."""
+        path_bytes = self._layout.path_bytes(report.path)
+        largest = self._bundle.capacities(report.path)[-1]
+        used = path_bytes * max(report.num_rows_per_rank) // largest
+        if used > self._most_heap:
+            self._most_heap = used
+            self.heap_high_water.set(used)
 
     def _observe_group(self, plan: StepPlan, policy: PathPolicy, idx: int, report: SubStepReport) -> None:
         if self._last_path not in (None, report.path):

@@ -21,6 +21,7 @@ from megamoe import (
     StageTimes,
     StepPlan,
     SubStepReport,
+    plan_layout,
     unlink_all,
 )
 from service.config import load_config
@@ -118,6 +119,9 @@ def test_a_scrape_equals_values_by_hand(metrics: RankMetrics) -> None:
     assert value("errors_total", code="invalid_argument") == 1
     assert value("errors_total", code="internal") == 1
     assert value("path_enabled", path="small_m") == 1
+    layout = plan_layout(BUNDLE)
+    assert value("heap_bytes") == layout.num_bytes
+    assert value("heap_high_water_bytes") == layout.path_bytes(Path.LARGE_M) * 300 // 512
 
 
 def test_fall_offs_are_decode_sub_steps_above_enabled_capacities(metrics: RankMetrics) -> None:
