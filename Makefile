@@ -3,18 +3,20 @@ PYTHON ?= python3.11
 VENV   ?= .venv
 BIN    := $(abspath $(VENV))/bin
 STAMP  := $(VENV)/.stamp
+DEV    := $(VENV)/.stamp-dev
 
 
-.PHONY: help venv demo test lint format types imports proto proto-check pytest tools clean
+.PHONY: help venv dev demo test lint format types imports proto proto-check pytest tools clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
-venv: $(STAMP)   ## make .venv with the small CPU build of torch and the pinned versions
+venv: $(STAMP)   ## make .venv to run the service: the small CPU build of torch, pinned versions
+dev: $(DEV)      ## the same with all that the tests need
 
-$(STAMP): tools/make_venv.py constraints/cpu.txt pyproject.toml
+$(STAMP) $(DEV): tools/make_venv.py constraints/cpu.txt pyproject.toml
 	@p=$$(command -v $(PYTHON) || command -v python3) || { echo "Python 3.11 or newer is needed"; exit 1; }; \
-	"$$p" tools/make_venv.py $(VENV)
+	"$$p" tools/make_venv.py $(VENV) $(if $(filter $@,$(DEV)),dev)
 
 demo: venv       ## start the service, run the agentx scenario for about a minute, stop everything
 	$(BIN)/megamoe demo
@@ -24,32 +26,32 @@ test: lint types imports proto-check pytest   ## everything that CI runs, stoppi
 # The order of `test` is the order of its prerequisites; make must not run them side by side.
 .NOTPARALLEL:
 
-lint: venv       ## ruff: rules and format
+lint: dev        ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: venv     ## let ruff mend what it can
+format: dev      ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: venv      ## mypy, strict
+types: dev       ## mypy, strict
 	$(BIN)/mypy
 
-imports: venv    ## who may import whom
+imports: dev     ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
-proto: venv      ## write service/pb from proto/
+proto: dev       ## write service/pb from proto/
 	$(BIN)/python tools/gen_proto.py
 	$(BIN)/python tools/check_proto_compat.py --update
 
-proto-check: venv ## stubs are fresh, and the wire contract breaks no caller
+proto-check: dev  ## stubs are fresh, and the wire contract breaks no caller
 	$(BIN)/python tools/gen_proto.py --check
 	$(BIN)/python tools/check_proto_compat.py
 
-pytest: venv     ## the tests; `make pytest ARGS="tests/megamoe -k mx"` runs some
+pytest: dev      ## the tests; `make pytest ARGS="tests/megamoe -k mx"` runs some
 	$(BIN)/python -m pytest $(ARGS)
 
-tools: venv      ## unpack Prometheus and promtool into .tools without root
+tools: dev       ## unpack Prometheus and promtool into .tools without root
 	$(BIN)/python tools/debian_tools.py prometheus
 
 clean:           ## remove what was built, keep .venv

@@ -1,6 +1,8 @@
 """Make the virtual environment of this checkout: the CPU build of torch, the pinned versions, the project itself.
 
-Owns: one folder (default `.venv`) and the stamp in it that `make` compares with pyproject.toml and the pins.
+`make_venv.py [FOLDER] [EXTRA]`: FOLDER is `.venv` by default; EXTRA is an extra of pyproject.toml to install with the
+project (`dev` brings compilers of 1.7 GB for the emulator's tests, which nobody needs who only runs the service).
+Owns: that folder and the stamps in it that `make` compares with pyproject.toml and the pins.
 Refuses: a Python older than 3.11. Needs nothing but Python with pip and venv.
 
 torch comes first and alone, because a plain `torch` on Linux x86_64 resolves to a CUDA build of several gigabytes.
@@ -70,11 +72,12 @@ def install_torch(python: Path) -> str:
 
 
 def main() -> None:
-    """Make or renew the environment named by the only argument."""
+    """Make or renew the environment that the arguments name."""
     if sys.version_info < MIN_PYTHON:
         raise SystemExit(f"Python must be at least 3.11, got {platform.python_version()} ({sys.executable})")
     folder = ROOT / (sys.argv[1] if len(sys.argv) > 1 else ".venv")
     python = folder / "bin" / "python"
+    extra = sys.argv[2] if len(sys.argv) > 2 else ""
     start_s = time.monotonic()
     if python.exists() and not run(python, "-c", "import pip", quiet=True):
         shutil.rmtree(folder)  # half made, or its interpreter is gone
@@ -91,10 +94,10 @@ def main() -> None:
     # setuptools first, so that the project is built here and not in a second, unpinned environment.
     if not run(*pip, "-c", CONSTRAINTS, f"setuptools=={pinned('setuptools')}"):
         raise SystemExit("setuptools could not be installed")
-    if not run(*pip, "--no-build-isolation", "-c", CONSTRAINTS, "-e", ".[dev]"):
+    if not run(*pip, "--no-build-isolation", "-c", CONSTRAINTS, "-e", f".[{extra}]" if extra else "."):
         raise SystemExit("the project could not be installed; pip's words are above")
-    (folder / ".stamp").write_text(f"{way}\n")
-    print(f"{folder.name} is ready ({time.monotonic() - start_s:.0f} s)", flush=True)
+    (folder / (f".stamp-{extra}" if extra else ".stamp")).write_text(f"{way}\n")
+    print(f"{folder.name}{f' with {extra}' if extra else ''} is ready ({time.monotonic() - start_s:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":
