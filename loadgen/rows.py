@@ -41,14 +41,13 @@ class RowSource:
         generator = torch.Generator().manual_seed(seed)
         self._hidden = torch.randn(self._num_rows, shape.hidden, generator=generator).to(torch.bfloat16)
         base_ids, self._weights = route_rank(shape, distribution, self._num_rows, seed=seed, rank=0)
-        # Distributions put their skew into the first rows of a batch: a slice must be like the whole.
-        base_ids = base_ids[torch.randperm(self._num_rows, generator=generator)]
         self._ids = []
         for _ in range(num_layers):
             if distribution == "uniform":
                 names = torch.randperm(shape.num_experts, generator=generator).to(torch.int32)
                 self._ids.append(names[base_ids.long()].contiguous())
             else:
+                # Distributions put their skew into the first rows of a batch: a slice must be like the whole.
                 self._ids.append(base_ids[torch.randperm(self._num_rows, generator=generator)].contiguous())
 
     def batches(

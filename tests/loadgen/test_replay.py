@@ -263,6 +263,7 @@ def test_caches_hold_live_sessions_only(demo: tuple[RunRecord, FakeTier, Replay]
     assert record.num_sessions > DEMO.scenario.concurrency
     cached = {uid for rank in replay._tier._ranks for uid in rank.cache._prompts}
     assert len(cached) <= DEMO.scenario.concurrency
+    assert len(replay._theoretical) <= DEMO.scenario.concurrency
 
 
 def test_attention_passes_in_full_whatever_the_number_of_layers() -> None:

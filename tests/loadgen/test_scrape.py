@@ -127,15 +127,25 @@ def test_a_difference_is_named(counted: Counters, sentence: str) -> None:
     assert sentence in "; ".join(check["reasons"])
 
 
-def test_times_of_ranks_that_were_not_called_may_lie_anywhere() -> None:
-    run = _run([0.5] * 5)
+@pytest.mark.parametrize(
+    ("replied", "called_rank", "idle_rank", "match"),
+    [
+        (0.5, 0.5, [0.0005] * 5, True),  # the median may be rank 1's
+        (0.5, 0.5, [5.0] * 5, True),
+        (0.5, 0.5, [0.0005] * 7, True),
+        (0.0005, 0.0005, [5.0] * 7, True),
+        (0.5, 0.005, [0.005] * 2, False),  # too few unknown times to explain it
+        (0.5, 0.005, [], False),
+        (0.0005, 0.05, [0.05] * 2, False),
+    ],
+)
+def test_times_of_ranks_that_were_not_called_may_lie_anywhere(
+    replied: float, called_rank: float, idle_rank: list[float], match: bool
+) -> None:
+    run = _run([replied] * 5)
     for times in run.times.values():
         del times.by_rank[1]
-    assert compare(run, _counted([0.5] * 5, idle_rank=[0.0005] * 5))["match"] is True
-    assert (
-        compare(run, _counted([0.0005] * 5, idle_rank=[0.0005] * 5))["match"] is True
-    )  # rank 1's could be ours
-    assert compare(run, _counted([0.005] * 5, idle_rank=[]))["match"] is False
+    assert compare(run, _counted([called_rank] * 5, idle_rank=idle_rank))["match"] is match
 
 
 def test_after_a_failed_call_the_service_may_have_counted_more_but_not_less() -> None:

@@ -114,7 +114,7 @@ def test_an_idle_tree_waits_at_most_its_cap_and_keeps_its_order() -> None:
     assert session.due_at() == math.inf  # the main turn joins the sub-agent
 
 
-def test_a_tree_with_something_in_flight_is_not_idle() -> None:
+def test_the_cap_counts_from_the_moment_the_whole_tree_is_idle() -> None:
     session = LiveSession(
         trace(
             request(0, 1, api_time=0), request(4000, 2, api_time=0), subagent(1, request(1, 1, api_time=9000))
@@ -128,11 +128,21 @@ def test_a_tree_with_something_in_flight_is_not_idle() -> None:
     assert start(session, 1.0) == [(1, 0)]  # in the background
     session.complete(1, 10.0)
     assert session.due_at() == pytest.approx(10 + 300)
-    again = LiveSession(session.trace, "s", 0.0, tree_idle_cap_s=300.0)
-    start(again, 0.0)
-    again.complete(0, 0.0)
-    start(again, 1.0)
-    assert again.due_at() == 4000.0  # while the sub-agent runs the recorded gap stands
+
+
+def test_the_recorded_gap_stands_while_a_subagent_runs() -> None:
+    session = LiveSession(
+        trace(
+            request(0, 1, api_time=2), request(4000, 2, api_time=0), subagent(1, request(1, 1, api_time=9000))
+        ),
+        "s",
+        0.0,
+        tree_idle_cap_s=300.0,
+    )
+    start(session, 0.0)
+    assert start(session, 1.0) == [(1, 0)]
+    session.complete(0, 2.0)
+    assert session.due_at() == pytest.approx(4000)
 
 
 def test_the_start_point_is_the_published_one() -> None:

@@ -20,7 +20,7 @@ def test_a_session_depends_on_seed_and_index_only() -> None:
 
 
 def test_sessions_are_well_formed() -> None:
-    traces = SyntheticTraces(60, seed=1)
+    traces = SyntheticTraces(25, seed=1)
     for idx in range(len(traces)):
         trace = traces[idx]
         starts = [entry.t for entry in trace.requests]
@@ -30,7 +30,7 @@ def test_sessions_are_well_formed() -> None:
             for turn in stream.turns:
                 assert turn.num_input == 64 * len(turn.hash_ids) <= 990_000 + 64
                 assert turn.num_output >= 1
-                assert len(set(turn.hash_ids.tolist())) == len(turn.hash_ids)
+                assert len(np.unique(turn.hash_ids)) == len(turn.hash_ids)
                 if previous is not None:
                     kept = common_prefix(turn.hash_ids, previous.hash_ids)
                     compacted = (
@@ -42,12 +42,12 @@ def test_sessions_are_well_formed() -> None:
 
 @pytest.fixture(scope="module")
 def corpus() -> dict[str, list[float]]:
-    """Columns over all requests of three corpora."""
+    """Columns over all requests of two corpora."""
     columns: dict[str, list[float]] = {
         name: [] for name in ("main_in", "sub_in", "main_out", "out", "gap", "new")
     }
     columns["requests"] = []
-    for seed in (42, 43, 44):
+    for seed in (42, 43):
         traces = SyntheticTraces(393, seed)
         before = len(columns["out"])
         for idx in range(len(traces)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,7 @@ def test_scaled_prompts_share_the_same_part_as_before(
     scaled = scale_tokens(trace(first, second), scale)
     a, b = scaled.main_requests
     common = len(set(a.hash_ids.tolist()) & set(b.hash_ids.tolist()))
+    assert scaled.block_size == max(1, math.ceil(64 * scale))
     assert a.num_input == len(a.hash_ids) * scaled.block_size
     assert a.num_output == max(1, round(64 * scale))
     assert b.num_output == 1
