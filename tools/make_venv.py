@@ -97,7 +97,10 @@ def main() -> None:
     if not run(*pip, "--no-build-isolation", "-c", CONSTRAINTS, "-e", f".[{extra}]" if extra else "."):
         raise SystemExit("the project could not be installed; pip's words are above")
     (folder / (f".stamp-{extra}" if extra else ".stamp")).write_text(f"{way}\n")
-    print(f"{folder.name}{f' with {extra}' if extra else ''} is ready ({time.monotonic() - start_s:.0f} s)", flush=True)
+    print(
+        f"{folder.name}{f' with {extra}' if extra else ''} is ready ({time.monotonic() - start_s:.0f} s)",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
