@@ -4,6 +4,7 @@ See CONTRIBUTING.md for the map of the house.
 """
 
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
+from megamoe.bench import BenchConfig, BenchResult, bench_deployment, run_bench
 from megamoe.bundle import (
     Bundle,
     Deployment,
@@ -26,6 +27,8 @@ from megamoe.weights import LayerWeights, random_layer_weights, shard
 __all__ = [
     "DISTRIBUTIONS",
     "MX_BLOCK",
+    "BenchConfig",
+    "BenchResult",
     "PRESETS",
     "Bundle",
     "Counters",
@@ -51,6 +54,7 @@ __all__ = [
     "SubStepReport",
     "Word",
     "agree",
+    "bench_deployment",
     "choose_path",
     "fence",
     "is_fall_off",
@@ -60,6 +64,7 @@ __all__ = [
     "preset",
     "prev_power_of_2",
     "random_layer_weights",
+    "run_bench",
     "route_rank",
     "save_layer",
     "shard",

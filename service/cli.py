@@ -1,4 +1,4 @@
-"""`megamoe serve | plan | doctor | demo`: the command line of the service.
+"""`megamoe serve | plan | bench | doctor | demo`: the command line of the service.
 
 Owns: what is printed. Settings come from service.config alone; every command takes the same ones.
 """
@@ -70,6 +70,32 @@ def plan(config: ServiceConfig) -> None:
 
     if not print_plan(config):
         raise typer.Exit(1)
+
+
+@app.command()
+@with_config_options
+def bench(
+    config: ServiceConfig,
+    sizes: Annotated[str, typer.Option(help="tokens a rank, with commas between")] = "1,16,64,256",
+    paths: Annotated[str, typer.Option(help="paths, with commas between; default: all that are built")] = "",
+    distribution: Annotated[str, typer.Option(help="routing distribution")] = "uniform",
+    calls: Annotated[int, typer.Option(min=3, help="timed layer calls a path and size")] = 15,
+    as_deployed: Annotated[
+        bool, typer.Option(help="the deployment's own runtimes; otherwise every path is built for every size")
+    ] = False,
+) -> None:
+    """Latency and rows/s per path and size without the service around it, and the ratio to plain torch."""
+    from service.cli_bench import print_bench
+
+    with _told():
+        print_bench(
+            config,
+            sizes=sizes,
+            paths=paths,
+            distribution=distribution,
+            num_calls=calls,
+            as_deployed=as_deployed,
+        )
 
 
 @app.command()

@@ -107,3 +107,25 @@ def test_doctor_names_a_taken_port() -> None:
         status, text = run("doctor", "--port", str(port), "--http-port", "0")
         assert status == 1
         assert f"taken: [{port}]" in text
+
+
+def test_bench_prints_a_line_per_path_and_size() -> None:
+    table = (
+        '{"hidden": 64, "intermediate": 32, "num_experts": 16, "num_topk": 2, "num_ranks": 2, "name": "tiny"}'
+    )
+    status, text = run(
+        "bench", "--shape", table, "--sizes", "2,8", "--paths", "compact,small_m", "--calls", "3"
+    )
+    assert status == 0, text
+    lines = [line.split("│") for line in text.splitlines() if "│" in line]
+    cells = [(line[1].strip(), line[2].strip()) for line in lines if len(line) > 3]
+    wanted = {("compact", "2"), ("small_m", "2"), ("compact", "8"), ("small_m", "8")}
+    assert wanted <= set(cells)
+    assert all(float(line[3]) > 0 for line in lines if line[1].strip() in ("compact", "small_m"))
+
+
+@pytest.mark.parametrize("arguments", [["--sizes", "x"], ["--sizes", "0"], ["--paths", "fast"]], ids=" ".join)
+def test_bench_refuses_what_cannot_be(arguments: list[str]) -> None:
+    status, text = run("bench", *arguments)
+    assert status == 1
+    assert "must be" in text

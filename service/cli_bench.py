@@ -1,0 +1,70 @@
+"""`megamoe bench`: the library's own benchmark of a deployment, printed as it is measured."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from megamoe import BenchConfig, Path, bench_deployment, run_bench
+from megamoe.errors import InvalidArgumentError, must_be
+from service.config import ServiceConfig
+
+
+def print_bench(
+    config: ServiceConfig, *, sizes: str, paths: str, distribution: str, num_calls: int, as_deployed: bool
+) -> None:
+    """Run and print it. Raises InvalidArgumentError for sizes or paths that cannot be."""
+    numbers = _numbers(sizes)
+    deployment = config.deployment
+    if not as_deployed:
+        capacity = 1 << (max(numbers) - 1).bit_length()
+        deployment = bench_deployment(config.moe_shape, max_tokens_per_rank=capacity, backend=config.backend)
+    wanted = BenchConfig(
+        deployment=deployment,
+        sizes=numbers,
+        paths=_paths(paths),
+        distribution=distribution,
+        num_calls=num_calls,
+    )
+    shape = config.moe_shape
+    out = Console()
+    out.print(
+        f"{config.backend}, {shape.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, "
+        f"{shape.num_experts} experts, top-{shape.num_topk}, {shape.num_ranks} ranks, {distribution} routing",
+        highlight=False,
+    )
+    table = Table("path", "tokens/rank", "p50 ms", "p90 ms", "rows/s", "plain torch ms", "of torch's speed")
+    with out.status("measuring ..."):
+        for result in run_bench(wanted):
+            table.add_row(
+                str(result.path),
+                str(result.tokens_per_rank),
+                f"{result.p50_ms:.2f}",
+                f"{result.p90_ms:.2f}",
+                f"{result.rows_per_s:,.0f}",
+                f"{result.torch_p50_ms:.2f}",
+                f"{result.torch_ratio:.2f}",
+            )
+    out.print(table)
+    out.print(
+        "plain torch: one process, fp32 matmuls on weights dequantized beforehand, no activation quantization",
+        highlight=False,
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(sorted({int(part) for part in text.split(",") if part}))
+    except ValueError:
+        numbers = ()
+    if not numbers or numbers[0] < 1:
+        raise InvalidArgumentError(must_be("sizes", "numbers of at least 1 with commas between", repr(text)))
+    return numbers
+
+
+def _paths(text: str) -> tuple[Path, ...] | None:
+    try:
+        asked = {Path(part.strip()) for part in text.split(",") if part}
+        return tuple(path for path in Path if path in asked) or None
+    except ValueError:
+        raise InvalidArgumentError(must_be("paths", f"of {', '.join(Path)}", repr(text))) from None
