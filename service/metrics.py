@@ -205,11 +205,13 @@ class RankMetrics:
             self._path_enabled[(str(path),)].set(on)
 
     def watch(self, values: Mapping[str, Callable[[], float]]) -> None:
-        """Read gauges at scrape time: queue_depth, in_flight, last_progress (Unix seconds)."""
+        """Read gauges at scrape time: queue_depth, in_flight, last_progress (Unix seconds), ready, heap_high_water."""
         gauges = {
             "queue_depth": self.queue_depth,
             "in_flight": self.in_flight,
             "last_progress": self._progress,
+            "ready": self.ready,
+            "heap_high_water": self.heap_high_water,
         }
         for name, function in values.items():
             gauges[name].set_function(function)
