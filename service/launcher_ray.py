@@ -64,10 +64,14 @@ class RayLauncher:
                 logging_level=logging.WARNING,
                 configure_logging=False,
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            wanted = "a reachable Ray cluster, or empty to start one"
-            raise ConfigError(
-                f"{must_be('ray_address', wanted, repr(config.ray_address))}: {error}"
+        except Exception as error:  # Ray raises bare Exceptions when its own processes do not start
+            if config.ray_address:
+                wanted = "a reachable Ray cluster, or empty to start one"
+                raise ConfigError(
+                    f"{must_be('ray_address', wanted, repr(config.ray_address))}: {error}"
+                ) from error
+            raise UnavailableError(
+                f"Ray did not start on this host (--launcher local does without): {error}"
             ) from error
         self._group: Any = None
         self._actors: list[Any] = []
@@ -101,25 +105,26 @@ class RayLauncher:
         return ups
 
     def _place(self, num_ranks: int, config: ServiceConfig) -> Any:
-        """A placement group with a bundle per rank, all on one host. Raises ConfigError when no host has the room."""
-        hosts = {
-            node["NodeManagerHostname"]: node["Resources"].get("CPU", 0.0)
-            for node in ray.nodes()
-            if node["Alive"]
-        }
-        most = max(hosts.values(), default=0.0)
+        """A placement group with a bundle per rank, all on this host: the front shares the ranks' memory too.
+
+        Raises ConfigError when this host has not the room.
+        """
+        here_id = ray.get_runtime_context().get_node_id()
+        here = next(node for node in ray.nodes() if node["NodeID"] == here_id)
+        name, have = here["NodeManagerHostname"], here["Resources"].get("CPU", 0.0)
         # Ray counts CPUs in ten-thousandths; a share must be rounded down or eight of them do not fit.
-        cpus = config.rank_cpus or min(1.0, math.floor(most / num_ranks * 1e4) / 1e4)
-        if cpus <= 0 or cpus * num_ranks > most + 1e-6:
+        cpus = config.rank_cpus or min(1.0, math.floor(have / num_ranks * 1e4) / 1e4)
+        if cpus <= 0 or cpus * num_ranks > have + 1e-6:
             raise ConfigError(
-                f"one host must have {num_ranks} x {cpus:g} CPUs (all ranks share one host's memory), got hosts "
-                + (", ".join(f"{name}: {have:g}" for name, have in hosts.items()) or "none")
+                f"this host must have {num_ranks} x {cpus:g} CPUs (all ranks and the front share one host's "
+                f"memory; expert parallelism across hosts is not supported), got {have:g} on {name}"
             )
-        group = placement_group([{"CPU": cpus}] * num_ranks, strategy="STRICT_PACK")
+        on_this_host = {f"node:{here['NodeManagerAddress']}": 0.001}
+        group = placement_group([{"CPU": cpus, **on_this_host}] * num_ranks, strategy="STRICT_PACK")
         if not group.wait(_PLACE_TIMEOUT_S):
             remove_placement_group(group)
             raise ConfigError(
-                f"one host must have {num_ranks} x {cpus:g} free CPUs within {_PLACE_TIMEOUT_S} s, got "
+                f"this host must have {num_ranks} x {cpus:g} free CPUs within {_PLACE_TIMEOUT_S} s, got "
                 f"{ray.available_resources().get('CPU', 0.0):g} free CPUs in the cluster"
             )
         return group

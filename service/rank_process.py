@@ -247,6 +247,7 @@ class RankProcess:
             ready = self._serving.is_set() and board.down is None and not stuck
             self._state.not_ready_reason = "" if ready else "steps make no progress on this rank"
             self._state.draining = loop.draining
+            self._state.policy = loop.policy
             metrics.ready.set(ready)
             await health.set(ready and not loop.draining)
             with contextlib.suppress(TimeoutError):

@@ -349,6 +349,12 @@ class StepLoop:
         return self.state.plans.draining
 
     @property
+    def policy(self) -> PathPolicy:
+        """The newest policy that this rank has staged."""
+        with self._lock:
+            return self.state.policies[max(self.state.policies)]
+
+    @property
     def in_flight(self) -> int:
         """Requests taken and not answered: layer calls and intents."""
         return len(self.state.calls) + self.state.plans.num_waiting()

@@ -161,7 +161,10 @@ class Supervisor:
         )
         await asyncio.to_thread(launcher.serve, state.addresses)
         self.front.group = await asyncio.to_thread(self._open_front_group, group_name)
-        state.draining = False
+        # What an operator said to an earlier generation still holds.
+        await asyncio.to_thread(self.front.group.stage_policy, state.policy)
+        if state.draining:
+            await asyncio.to_thread(self.front.group.drain, True)
         await self.front.set_ready("")
         return ups
 

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path as FilePath
 
 import psutil
 import pytest
 
+from megamoe import Path
 from megamoe.errors import PeerTimeoutError, UnavailableError
 from service.client import AsyncFront, AsyncMoeGroup
 from tests.e2e.harness import (
@@ -47,7 +48,7 @@ def test_a_signal_during_start_stops_it_cleanly() -> None:
     service.wait_for("megamoe starts")
     time.sleep(1.5)
     family = service.family()
-    before = set(Path("/dev/shm").glob("megamoe-*"))
+    before = set(FilePath("/dev/shm").glob("megamoe-*"))
     assert service.stop(signal.SIGTERM) == 0
     assert gone(family)
     assert not {p for p in before if p.exists() and f"{service.process.pid}" in p.name}
@@ -122,6 +123,7 @@ async def test_a_killed_rank_fails_callers_and_the_group_comes_back(breakable: S
         before = await front.info()
         async with AsyncMoeGroup.connect(breakable.front, holder="test") as group:
             await works(group)
+            await front.set_path_enabled("small_m", False)
             victim = breakable.rank_pids[3]
             start = time.monotonic()
             os.kill(victim, signal.SIGKILL)
@@ -141,6 +143,13 @@ async def test_a_killed_rank_fails_callers_and_the_group_comes_back(breakable: S
     async with AsyncMoeGroup.connect(breakable.front, holder="test") as group:
         assert group.generation == after.generation
         await works(group)
+        async with group.step(COUNTS) as step:
+            assert step.sub_steps[0].path is Path.FIXED_SLOT, "what the operator said still holds"
+        await group.front.set_path_enabled("small_m", True)
+    async with AsyncFront(breakable.front) as front, AsyncFront(after.rank_addresses[6]) as rank:
+        newest = await front.policy()
+        await asyncio.sleep(0.5)  # a rank's answer is at most a health period old
+        assert (await rank.info()).policy == newest
 
 
 async def test_a_stopped_rank_is_not_ready_and_recovers(breakable: ServiceProcess) -> None:

@@ -31,6 +31,22 @@ from tests.e2e.harness import (
 )
 
 
+def test_ranks_that_do_not_fit_one_host_are_refused_with_the_reason() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "serve", *SETTINGS, "--launcher=ray", "--rank-cpus=1000"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "this host must have 8 x 1000 CPUs (all ranks and the front share one host's memory" in done.stderr
+    ups = [RankUp(rank=r, pid=1, host=f"host{r // 4}", port=1, metrics_port=1) for r in range(8)]
+    with pytest.raises(ConfigError, match=r"got 2 hosts \(rank 0: host0, .*rank 7: host1\)"):
+        refuse_many_hosts(ups)
+
+
 @pytest.fixture(scope="module")
 def ray_service() -> Iterator[ServiceProcess]:
     """Ends with Ctrl-C, and checks that nothing of the service or of its Ray cluster is left."""
@@ -80,19 +96,3 @@ async def test_refusals_and_forward_step_under_ray(ray_service: ServiceProcess) 
     outs = await forward_step(ray_service.front, 1, group_rows(counts))
     assert outs.hidden_states[7].shape == (3, SHAPE.hidden)
     assert ray_service.get("/readyz") == (200, "ready\n")
-
-
-def test_ranks_that_do_not_fit_one_host_are_refused_with_the_reason() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "serve", *SETTINGS, "--launcher=ray", "--rank-cpus=1000"],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "one host must have 8 x 1000 CPUs (all ranks share one host's memory), got hosts" in done.stderr
-    ups = [RankUp(rank=r, pid=1, host=f"host{r // 4}", port=1, metrics_port=1) for r in range(8)]
-    with pytest.raises(ConfigError, match=r"got 2 hosts \(rank 0: host0, .*rank 7: host1\)"):
-        refuse_many_hosts(ups)
