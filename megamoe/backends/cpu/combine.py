@@ -50,8 +50,7 @@ def combine_tokens(call: Call, format_per_rank: Sequence[RowFormat], tokens: Int
             call.out[part] = _sum_rows(rows[part], weights[part], fp8[part])
         else:
             index = torch.from_numpy(tokens[start:stop])
-            # Assignment by index, unlike by slice, does not convert.
-            call.out[index] = _sum_rows(rows[index], weights[index], fp8[index]).to(call.out.dtype)
+            call.out[index] = _sum_rows(rows[index], weights[index], fp8[index]).bfloat16()
 
 
 def _sum_rows(rows: torch.Tensor, weights: torch.Tensor, fp8: torch.Tensor) -> torch.Tensor:
