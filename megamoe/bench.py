@@ -26,6 +26,7 @@ from megamoe.path import PathPolicy
 from megamoe.routing import route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MoeShape
+from megamoe.shm import unlink_all
 from megamoe.step import Phase, PlanId, StepPlan
 from megamoe.weights import random_layer_weights
 
@@ -134,7 +135,7 @@ class _Ranks:
 
     def __init__(self, deployment: Deployment) -> None:
         context = multiprocessing.get_context("spawn")
-        group_name = f"megamoe-bench-{os.getpid()}"
+        self._group_name = group_name = f"megamoe-bench-{os.getpid()}"
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(deployment.shape.num_ranks):
@@ -161,6 +162,7 @@ class _Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        unlink_all(self._group_name)
 
     def measure(self, config: BenchConfig, path: Path, size: int) -> list[Measured]:
         for pipe in self._pipes:
