@@ -22,7 +22,7 @@ from megamoe.backends.cpu.signals import Phase
 from megamoe.backends.cpu.tile_board import TileBoard
 from megamoe.layout import FlagKind
 
-_MIN_TOKENS = 64
+_MIN_TOKENS = 32
 """Fewer complete tokens than this wait for more before they are summed."""
 
 
