@@ -26,6 +26,7 @@ from megamoe.path import PathPolicy
 from megamoe.routing import route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MoeShape
+from megamoe.shm import unlink_all
 from megamoe.step import Phase, PlanId, StepPlan
 from megamoe.weights import random_layer_weights
 
@@ -134,7 +135,7 @@ class _Ranks:
 
     def __init__(self, deployment: Deployment) -> None:
         context = multiprocessing.get_context("spawn")
-        group_name = f"megamoe-bench-{os.getpid()}"
+        self._group_name = group_name = f"megamoe-bench-{os.getpid()}"
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(deployment.shape.num_ranks):
@@ -161,6 +162,7 @@ class _Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        unlink_all(self._group_name)
 
     def measure(self, config: BenchConfig, path: Path, size: int) -> list[Measured]:
         for pipe in self._pipes:
@@ -188,6 +190,8 @@ def _serve(pipe: Connection, deployment: Deployment, rank: int, group_name: str)
     with Runtime.open(deployment, rank=rank, group_name=group_name, num_slots=1, timeout_s=120.0) as runtime:
         shape = deployment.shape
         runtime.bind_layer(0, random_layer_weights(shape, seed=_SEED, rank=rank))
+        for path in Path:
+            runtime.stage_policy(_policy(path))
         pipe.send(([], {}))
         while True:
             try:
@@ -197,10 +201,10 @@ def _serve(pipe: Connection, deployment: Deployment, rank: int, group_name: str)
             pipe.send(_measure(runtime, config, path, size))
 
 
-def _policy(path: Path, version: int) -> PathPolicy:
-    """Leaves `path` as the first choice of a prefill step."""
+def _policy(path: Path) -> PathPolicy:
+    """Leaves `path` as the first choice of a prefill step; versions follow the order of Path."""
     return PathPolicy(
-        version=version,
+        version=1 + list(Path).index(path),
         small_m_enabled=path is Path.SMALL_M,
         fixed_slot_enabled=path is Path.FIXED_SLOT,
         large_m_enabled=path is Path.LARGE_M,
@@ -210,9 +214,6 @@ def _policy(path: Path, version: int) -> PathPolicy:
 
 def _measure(runtime: Runtime, config: BenchConfig, path: Path, size: int) -> Measured:
     shape = config.deployment.shape
-    policy = _policy(path, 1 + list(Path).index(path))
-    if policy.version > runtime.policy.version:
-        runtime.stage_policy(policy)
     plan = StepPlan(
         plan_id=PlanId(0, size),
         num_rows_per_rank=(size,) * shape.num_ranks,
@@ -220,7 +221,7 @@ def _measure(runtime: Runtime, config: BenchConfig, path: Path, size: int) -> Me
         dtype="bfloat16",
         weights_version=0,
         placement_version=0,
-        policy_version=policy.version,
+        policy_version=_policy(path).version,
     )
     batch = _batch(shape, config.distribution, size, runtime.rank)
     out = torch.empty((size, shape.hidden), dtype=torch.bfloat16)

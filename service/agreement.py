@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from enum import IntFlag
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from megamoe import Phase, PlanId, StepIntent, StepPlan, agree
 from megamoe.errors import MegaMoeError
@@ -45,21 +45,16 @@ _PHASES = tuple(Phase)
 DTYPES = ("bfloat16", "mxfp8")
 
 
-class Mark(IntFlag):
-    """What there is to say about an entry without reading it."""
-
-    POSTED = 1
-    FAILED = 2
-    SETTLED = 4
-    """Its rank knows the outcome."""
-    CALLED = 8
-    """Its rank's own caller brought it."""
-    HAS_COUNTS = 16
+# Marks: what there is to say about an entry without reading it (plain ints: this is read for every step).
+_POSTED = 1
+_FAILED = 2
+_SETTLED = 4  # its rank knows the outcome
+_CALLED = 8  # its rank's own caller brought it
+_HAS_COUNTS = 16
 
 
-@dataclass(frozen=True)
-class _Key:
-    """Where an entry lies and whose step it is."""
+class _Key(NamedTuple):
+    """Where an entry lies, whose step it is, and its mark."""
 
     rank: int
     entry_idx: int
@@ -91,21 +86,18 @@ class IntentTable:
 
     # ------------------------------------------------------------------------------ bytes
 
-    def _keys(self, micro_batch_idx: int) -> list[_Key]:
-        """The keys of all entries that were ever written, ordered by rank."""
-        words = self._all_keys.unpack_from(self._board.buf, keys_at(self._board.num_ranks, micro_batch_idx))
-        return [
-            _Key(at // (3 * NUM_ENTRIES), at // 3 % NUM_ENTRIES, words[at], words[at + 1], words[at + 2])
-            for at in range(0, len(words), 3)
-            if words[at + 2]
-        ]
+    def _words(self, micro_batch_idx: int) -> tuple[int, ...]:
+        """(serial, step id, mark) of all entries of a micro-batch in one row, by rank and entry; zeros if unused."""
+        at = keys_at(self._board.num_ranks, micro_batch_idx)
+        return self._all_keys.unpack_from(self._board.buf, at)
 
     def _of_step(self, serial: int, plan_id: PlanId) -> dict[int, _Key]:
         """The entries of a step, by rank."""
+        words, step_id = self._words(plan_id.micro_batch_idx), plan_id.step_id
         return {
-            key.rank: key
-            for key in self._keys(plan_id.micro_batch_idx)
-            if key.step_id == plan_id.step_id and key.serial == serial
+            idx // NUM_ENTRIES: _key(words, idx)
+            for idx, theirs in enumerate(words[1::3])
+            if theirs == step_id and words[3 * idx] == serial
         }
 
     def _write_key(self, micro_batch_idx: int, key: _Key) -> None:
@@ -158,7 +150,7 @@ class IntentTable:
     def _error(self, micro_batch_idx: int, keys: Iterable[_Key]) -> ErrorReply | None:
         """The error that some rank wrote for a step; whoever came later copied it."""
         for key in keys:
-            if key.mark & Mark.FAILED:
+            if key.mark & _FAILED:
                 return unpack_error(self._board.buf, self._entry_at(micro_batch_idx, key) + _ERROR_AT)
         return None
 
@@ -189,15 +181,15 @@ class IntentTable:
             if entry_idx is None:
                 return False
             theirs = self._of_step(serial, plan_id)
-            mark = Mark.POSTED | (Mark.CALLED if called else 0)
-            mark |= Mark.HAS_COUNTS if counts is not None else 0
+            mark = _POSTED | (_CALLED if called else 0)
+            mark |= _HAS_COUNTS if counts is not None else 0
             key = _Key(self._rank, entry_idx, serial, plan_id.step_id, mark)
             self._write(intent, load, key)
             failed = self._error(micro_batch_idx, theirs.values())
             failed = failed or self._passed(serial, plan_id, {**theirs, self._rank: key}) or refused
             if failed is not None:
                 self._set_error(micro_batch_idx, key, failed)
-                key = replace(key, mark=mark | Mark.FAILED)
+                key = key._replace(mark=mark | _FAILED)
             self._write_key(micro_batch_idx, key)
             board.highest_step = max(board.highest_step, plan_id.step_id)
             board.bump_intents(micro_batch_idx)
@@ -211,23 +203,28 @@ class IntentTable:
 
     def _free_entry(self, micro_batch_idx: int) -> int | None:
         """An entry of this rank that was never used, or the one of the earliest step that nobody needs any more."""
-        keys = self._keys(micro_batch_idx)
-        mine = [key for key in keys if key.rank == self._rank]
-        used = {key.entry_idx for key in mine}
-        for entry_idx in range(NUM_ENTRIES):
-            if entry_idx not in used:
-                return entry_idx
-        needed = {(key.serial, key.step_id) for key in keys if not key.mark & Mark.SETTLED}
+        words = self._words(micro_batch_idx)
+        first = self._rank * NUM_ENTRIES
+        mine = [_key(words, idx) for idx in range(first, first + NUM_ENTRIES)]
+        for key in mine:
+            if not key.mark:
+                return key.entry_idx
+        needed = {
+            (words[3 * idx], words[3 * idx + 1])
+            for idx, mark in enumerate(words[2::3])
+            if mark and not mark & _SETTLED
+        }
         free = [key for key in mine if (key.serial, key.step_id) not in needed]
         return min(free, key=lambda key: (key.serial, key.step_id)).entry_idx if free else None
 
     def _passed(self, serial: int, plan_id: PlanId, entries: dict[int, _Key]) -> ErrorReply | None:
         """A rank whose caller brought a later step without this one never brings it, unless it need not be called."""
         micro_batch_idx, step_id = plan_id.micro_batch_idx, plan_id.step_id
+        words = self._words(micro_batch_idx)
         later = {
-            key.rank: key.step_id
-            for key in self._keys(micro_batch_idx)
-            if key.serial == serial and key.step_id > step_id and key.mark & Mark.CALLED
+            idx // NUM_ENTRIES: theirs
+            for idx, theirs in enumerate(words[1::3])
+            if theirs > step_id and words[3 * idx] == serial and words[3 * idx + 2] & _CALLED
         }
         for rank, later_step in later.items():
             if rank in entries or rank == self._rank or self._uncalled(micro_batch_idx, entries, rank):
@@ -242,7 +239,7 @@ class IntentTable:
     def _uncalled(self, micro_batch_idx: int, entries: dict[int, _Key], rank: int) -> bool:
         """Whether a counts vector says that a rank takes part without being called."""
         for key in entries.values():
-            if key.mark & Mark.HAS_COUNTS:
+            if key.mark & _HAS_COUNTS:
                 counts = self._read(micro_batch_idx, key)[0].num_rows_per_rank
                 if counts is not None and not counts[rank]:
                     return True
@@ -256,7 +253,7 @@ class IntentTable:
                 self._settle_key(plan_id.micro_batch_idx, mine)
 
     def _settle_key(self, micro_batch_idx: int, key: _Key, more: int = 0) -> None:
-        self._write_key(micro_batch_idx, replace(key, mark=key.mark | Mark.SETTLED | more))
+        self._write_key(micro_batch_idx, key._replace(mark=key.mark | _SETTLED | more))
 
     # ------------------------------------------------------------------------------ outcomes
 
@@ -288,7 +285,7 @@ class IntentTable:
             if failed is not None:
                 # Late ranks find the error in any entry of the step and answer the same.
                 self._set_error(micro_batch_idx, mine, failed)
-                self._settle_key(micro_batch_idx, mine, Mark.FAILED)
+                self._settle_key(micro_batch_idx, mine, _FAILED)
                 if found_here:
                     board.bump_intents(micro_batch_idx)
             else:
@@ -312,21 +309,29 @@ class IntentTable:
         Returns (plan id, counts vector, dtype).
         """
         with self._board.locked():
-            keys = self._keys(micro_batch_idx)
-            mine = {(key.serial, key.step_id) for key in keys if key.rank == self._rank}
+            words = self._words(micro_batch_idx)
             waiting = [
-                key
-                for key in keys
-                if key.serial == serial
-                and key.mark & (Mark.HAS_COUNTS | Mark.SETTLED) == Mark.HAS_COUNTS
-                and (serial, key.step_id) not in mine
+                _key(words, idx)
+                for idx, mark in enumerate(words[2::3])
+                if mark & (_HAS_COUNTS | _SETTLED) == _HAS_COUNTS and words[3 * idx] == serial
             ]
+            if not waiting:
+                return None
+            first = 3 * self._rank * NUM_ENTRIES
+            mine = words[first + 1 : first + 3 * NUM_ENTRIES : 3]
             for key in sorted(waiting, key=lambda key: key.step_id):
+                if key.step_id in mine:
+                    continue
                 intent, _ = self._read(micro_batch_idx, key)
                 counts = intent.num_rows_per_rank
                 if counts is not None and not counts[self._rank]:
                     return intent.plan_id, counts, intent.dtype
         return None
+
+
+def _key(words: tuple[int, ...], idx: int) -> _Key:
+    serial, step_id, mark = words[3 * idx : 3 * idx + 3]
+    return _Key(idx // NUM_ENTRIES, idx % NUM_ENTRIES, serial, step_id, mark)
 
 
 def _timeout(plan_id: PlanId, waited_s: float, missing: list[int]) -> ErrorReply:

@@ -138,7 +138,7 @@ class CallQueue:
                 work, wait = self._uncalled(sequence)
             else:
                 work, wait = self._called(call)
-            if work is not None or wait:
+            if work is not None or (wait and not self._is_stuck(call, now)):
                 return work
 
     def _uncalled(self, sequence: int) -> tuple[Work | None, bool]:
@@ -160,6 +160,12 @@ class CallQueue:
                 self.next_sequence += 1
                 return None, False
             return None, True
+        if not plan.plan.total_rows:
+            # Nothing runs, so nobody waits for this rank: its caller gets the empty reply when it comes.
+            empty = LayerReply(hidden_states=_NO_ROWS, sub_steps=(), queue_us=0.0, total_us=0.0)
+            self._remember(sequence, slot.call, empty)
+            self.next_sequence += 1
+            return None, False
         if lease_over and not plan.needs_no_call(self._rank):
             # Our caller will not come any more: do not let the others wait for it.
             error = error_of(StaleCallError(f"lease {slot.call.lease_serial} is over"))
@@ -168,11 +174,6 @@ class CallQueue:
             return None, True
         if plan.poison is not None:
             return self._refused(sequence, plan.poison, None)
-        if not plan.plan.total_rows:
-            empty = LayerReply(hidden_states=_NO_ROWS, sub_steps=(), queue_us=0.0, total_us=0.0)
-            self._remember(sequence, slot.call, empty)
-            self.next_sequence += 1
-            return None, False
         return Work(sequence, plan, slot.call.layer_idx, None, False), False
 
     def _called(self, call: Call) -> tuple[Work | None, bool]:
@@ -306,13 +307,28 @@ class CallQueue:
         )
         self._order.give_up(call.sequence, error, first=self.next_sequence)
 
+    def _is_stuck(self, call: Call | None, now: float) -> bool:
+        """Give up a sequence that others began and nobody ended, although their timeout is over: they are gone."""
+        if call is not None or not self._pending:
+            return False
+        first = self._pending[min(self._pending)]
+        if now < first.deadline + first.timeout_s:
+            return False
+        error = ErrorReply(
+            code="peer_timeout",
+            message=f"sequence {self.next_sequence} was begun and neither finished nor given up within "
+            f"{2 * first.timeout_s:g} s",
+        )
+        self._order.give_up(self.next_sequence, error)
+        return True
+
     def next_deadline(self) -> float:
-        """When a waiting call gives up on a sequence that nobody began; infinity if none can."""
+        """When a waiting call gives up on the sequence before it; infinity if none does."""
         if not self._pending or self.next_sequence in self._pending:
             return float("inf")
-        if self.next_sequence <= self._board.highest_sequence:
-            return float("inf")  # begun elsewhere: that rank's timeout ends it
-        return self._pending[min(self._pending)].deadline
+        first = self._pending[min(self._pending)]
+        begun = self.next_sequence <= self._board.highest_sequence
+        return first.deadline + (first.timeout_s if begun else 0.0)
 
     # ------------------------------------------------------------------------------ what became of it
 

@@ -314,12 +314,12 @@ class PlanBook:
                 or micro_batch.blocked
                 or any(now >= plan.deadline for plan in micro_batch.unsettled)
             ):
-                micro_batch.seen_version = version
                 self._advance(micro_batch, now)
 
     def _advance(self, micro_batch: _MicroBatch, now: float) -> None:
         micro_batch.blocked = False
         while True:
+            micro_batch.seen_version = self._board.intent_version(micro_batch.idx)
             for plan in list(micro_batch.unsettled):
                 outcome = self._table.settle(plan.lease_serial, plan.plan_id)
                 if outcome is None and now >= plan.deadline:

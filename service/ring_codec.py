@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -182,7 +182,11 @@ def decode_request(kind: int, body: memoryview) -> Request:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(asdict(value), separators=(",", ":")).encode()
+    return _dumps(value).encode()
+
+
+_dumps = json.JSONEncoder(separators=(",", ":"), default=vars).encode
+"""Dataclasses become objects of their fields; enums are strings already."""
 
 
 def encode_reply(reply: Reply) -> tuple[int, bytes]:
@@ -199,7 +203,7 @@ def encode_reply(reply: Reply) -> tuple[int, bytes]:
         case DoneReply():
             return R_DONE, b""
         case ErrorReply():
-            table = asdict(reply) | {"message": cut_text(reply.message).decode()}
+            table = vars(reply) | {"message": cut_text(reply.message).decode()}
             return R_ERROR, json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     raise InternalError(f"no such reply: {type(reply).__name__}; this is a bug")
 

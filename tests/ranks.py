@@ -1,8 +1,9 @@
-"""Runs a worker function on N ranks, each a real spawned process, and returns every rank's value.
+"""Runs a worker function on N ranks, each a real process of its own, and returns every rank's value.
 
-Rank processes are kept for the whole test session, because importing torch costs seconds. A rank that died, or does
-not answer in time and is killed for it, is replaced in the next run. Whatever a run leaves in shared memory under its
-group name is removed.
+Rank processes come from a fork server, a clean process that has only imported megamoe: torch is imported once, and
+nothing of the test process (gRPC, threads) is ever forked. They are kept for the whole test session. A rank that
+died, or does not answer in time and is killed for it, is replaced in the next run. Whatever a run leaves in shared
+memory under its group name is removed.
 
     values = run_ranks(8, worker, shape, seed)      # worker(Rank(rank, num_ranks, group_name), shape, seed)
 """
@@ -24,7 +25,10 @@ from typing import Any
 
 from megamoe import unlink_all
 
-_CONTEXT = multiprocessing.get_context("spawn")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["megamoe"])
+_START_TIMEOUT_S = 300.0
+"""For the first rank of a session, which waits for torch to be imported on cores that others may be using."""
 _group_numbers = itertools.count()
 
 
@@ -63,6 +67,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    pipe.send("ready")
     while True:
         try:
             worker, rank, args = pipe.recv()
@@ -106,8 +111,11 @@ def run_outcomes(
 ) -> list[Outcome]:
     """Every rank's outcome, in rank order. worker must be importable (a module-level function)."""
     group_name = f"megamoe-test-{os.getpid()}-{next(_group_numbers)}"
-    while len(_pool) < num_ranks:
-        _pool.append(_start())
+    new = [_start() for _ in range(num_ranks - len(_pool))]
+    _pool.extend(new)
+    for member in new:
+        if not member.pipe.poll(_START_TIMEOUT_S) or member.pipe.recv() != "ready":
+            raise RanksFailedError(f"a rank process did not start in {_START_TIMEOUT_S} s")
     members = _pool[:num_ranks]
     outcomes: list[Outcome] = [Outcome(died=True)] * num_ranks
     waiting = {}

@@ -236,11 +236,13 @@ def test_batch_invariant_rows_do_not_depend_on_their_mates() -> None:
         MoeShape(hidden=64, intermediate=96, num_experts=12, num_topk=1, num_ranks=4, activation="gelu"),
         MoeShape(hidden=64, intermediate=32, num_experts=600, num_topk=8, num_ranks=2, swiglu_limit=1.0),
         MoeShape(hidden=64, intermediate=32, num_experts=7, num_topk=7, num_ranks=1),
+        MoeShape(hidden=512, intermediate=512, num_experts=16, num_topk=4, num_ranks=8, swiglu_limit=10.0),
     ],
     ids=lambda shape: f"{shape.num_ranks}-ranks-{shape.num_experts}-experts",
 )
 def test_other_shapes(shape: MoeShape) -> None:
-    """Fewer ranks, one expert a rank, more experts than a byte counts, experts that are no power of two."""
+    """Fewer ranks, one expert a rank, more experts than a byte counts, a number that is no power of two, and
+    matrices large enough to be packed."""
     rows = (20, 0, 33, 5, 1, 9, 12, 7)[: shape.num_ranks]
     case = Case(Path.COMPACT, rows, no_expert_share=0.1)
     per_rank = run_ranks(shape.num_ranks, cases_worker, deployment(shape), [case.on(path) for path in Path])

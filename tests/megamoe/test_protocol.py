@@ -184,43 +184,38 @@ def test_a_refusal_is_the_same_error_everywhere_and_the_next_call_works() -> Non
 # ------------------------------------------------------------------------------------------------- missing ranks
 
 
-def missing_worker(rank: Rank, missing: int, late_s: float) -> list[Any]:
-    """On every path: `missing` comes only after the others gave up; then a call in which all are there."""
+def missing_worker(rank: Rank, missing: int, paths: Sequence[Path], late_s: float) -> list[Any]:
+    """On each path: `missing` comes only after the others gave up; then a call in which all are there."""
     seen = []
     with open_runtime(rank, deployment()) as runtime:
         bind_all(runtime)
-        for path in Path:
+        for path in paths:
             case = Case(path, ROWS)
             if rank.rank == missing:
                 time.sleep(late_s)
             cpu = time.process_time()
-            seen.append(
-                (
-                    path,
-                    *error_of(lambda c=case: call(runtime, c, timeout_s=TIMEOUT_S)),
-                    time.process_time() - cpu,
-                )
-            )
-            # Ranks meet again only after the late one is through: a common caller would retry after its own timeout.
+            error = error_of(lambda c=case: call(runtime, c, timeout_s=TIMEOUT_S))
             out = call(runtime, case, timeout_s=late_s + 10.0).hidden_states
-            seen.append((path, out))
+            seen.append((*error, time.process_time() - cpu, out))
     return seen
 
 
-@pytest.mark.parametrize("missing", [2, 7])
-def test_a_missing_rank_is_named_on_all_ranks(missing: int) -> None:
-    values = run_ranks(8, missing_worker, missing, TIMEOUT_S + 0.4)
-    for idx, path in enumerate(Path):
+@pytest.mark.parametrize(
+    ("missing", "paths"),
+    [(2, (Path.COMPACT, Path.LARGE_M)), (7, (Path.SMALL_M, Path.FIXED_SLOT))],
+)
+def test_a_missing_rank_is_named_on_all_ranks(missing: int, paths: tuple[Path, ...]) -> None:
+    values = run_ranks(8, missing_worker, missing, paths, TIMEOUT_S + 1.4)
+    for path, answers in zip(paths, zip(*values, strict=True), strict=True):
         sentences = set()
-        for rank, seen in enumerate(values):
-            got_path, kind, sentence, named, seconds, cpu_s = seen[2 * idx]
-            assert (got_path, kind, named) == (path, "PeerTimeoutError", (missing,)), (rank, sentence)
+        for rank, (kind, sentence, named, seconds, cpu_s, _) in enumerate(answers):
+            assert (kind, named) == ("PeerTimeoutError", (missing,)), (rank, sentence)
             if rank != missing:
-                assert TIMEOUT_S - 0.1 <= seconds <= TIMEOUT_S + 0.5
-                assert cpu_s < 0.25 * seconds, "waiting must leave the core to others"
+                assert TIMEOUT_S - 0.1 <= seconds <= TIMEOUT_S + 1.0
+                assert cpu_s < 0.2, "two seconds of waiting must leave the cores to others"
             sentences.add(sentence.split(":")[0])
         assert sentences == {f"ranks [{missing}] did not come in time"}
-        assert_right(Case(path, ROWS), [seen[2 * idx + 1][1] for seen in values])
+        assert_right(Case(path, ROWS), [answer[-1] for answer in answers])
 
 
 def long_gone_worker(rank: Rank) -> list[Any]:
@@ -333,15 +328,16 @@ STALLED = 5
 STALL_ROWS = (CAPACITY,) * 8
 
 
-def stall_worker(rank: Rank, path: Path) -> tuple[int, int, torch.Tensor]:
-    """(tiles before all rows were there, all tiles, output) with one source asleep before it sends its rows."""
+def stall_worker(rank: Rank, path: Path) -> tuple[int, int, int, torch.Tensor]:
+    """(tiles and combines before all rows were there, all tiles, output): one source sleeps before it sends rows."""
     with open_runtime(rank, deployment()) as runtime:
         bind_all(runtime)
         case = Case(path, STALL_ROWS, "hot60")
         stall = Fault("payload" if rank.rank == STALLED else "", lambda: time.sleep(1.0))
         visits = install(runtime, stall).visits
         out = call(runtime, case).hidden_states
-        return visits[: visits.index("received")].count("tile"), visits.count("tile"), out
+        early = visits[: visits.index("received")]
+        return early.count("tile"), early.count("combine"), visits.count("tile"), out
 
 
 def tiles_without(case: Case, owner: int, source: int) -> tuple[int, int]:
@@ -360,13 +356,15 @@ def test_large_m_finishes_what_a_stalled_source_does_not_hold_up_and_compact_doe
     outputs = {}
     for path in (Path.LARGE_M, Path.COMPACT):
         values = run_ranks(8, stall_worker, path)
-        outputs[path] = torch.cat([out for _, _, out in values])
+        outputs[path] = torch.cat([value[-1] for value in values])
         some_free = 0
-        for rank, (early, total, _) in enumerate(values):
+        for rank, (early, combines, total, _) in enumerate(values):
             free, all_tiles = tiles_without(Case(path, STALL_ROWS, "hot60"), rank, STALLED)
             assert total == all_tiles
             if rank != STALLED:
                 assert early == (free if path is Path.LARGE_M else 0), rank
+                # Rank 0 owns the hot experts, so its own hot tokens come back to it early; compact sums nothing.
+                assert (combines > 0) == (path is Path.LARGE_M) or rank > 0
                 some_free += free
         assert some_free > 0, "the case must have tiles that can run"
     assert torch.equal(outputs[Path.LARGE_M], outputs[Path.COMPACT])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import given, settings
@@ -19,11 +19,14 @@ from megamoe import Phase, PlanId, unlink_all
 from service.admission import AdmissionLimits
 from service.messages import (
     CloseRequest,
+    DrainRequest,
     ErrorReply,
     IntentRequest,
     LayerReply,
     LayerRequest,
+    LeaseRequest,
     PlanReply,
+    PolicyRequest,
     Request,
 )
 from service.step_loop import LoopSettings
@@ -214,3 +217,115 @@ def test_no_interleaving_deadlocks_or_splits_ranks(data: st.DataObject) -> None:
             check_replies(group, streams, expected)
     finally:
         unlink_all(name)
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_whatever_callers_do_wrong_all_are_answered_and_the_group_goes_on(data: st.DataObject) -> None:
+    """Messages lost, repeated, changed or in the wrong order: nothing hangs beyond timeouts, nothing is poisoned."""
+    num_ranks = data.draw(st.sampled_from([2, 4]))
+    program = data.draw(st.lists(steps(num_ranks), min_size=1, max_size=4))
+    order = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    choices = data.draw(st.lists(st.integers(0, 127), max_size=60))
+    wrongs = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, 200), st.sampled_from(WRONGS), st.integers(0, 3)), min_size=1, max_size=6
+        )
+    )
+    name = f"megamoe-test-{os.getpid()}-sim-{next(_names)}"
+    try:
+        with simulated_group(name, num_ranks, settings=_ROOMY) as group:
+            streams, _ = write_program(group, program, order, [True])
+            for at, wrong, amount in wrongs:
+                stream = streams[at % len(streams)]
+                if stream.requests:
+                    spoil(stream.requests, (at // len(streams)) % len(stream.requests), wrong, amount)
+            for _ in range(20):
+                run_program(group, streams, choices)
+                choices = []
+                if all(one.reply is not None for stream in streams for one in stream.sent) and all(
+                    len(stream.sent) == len(stream.requests) for stream in streams
+                ):
+                    break
+                group.time_out()
+            for stream in streams:
+                assert len(stream.sent) == len(stream.requests), "a caller was never answered"
+                assert all(one.reply is not None for one in stream.sent)
+            assert not group.inside
+            plans: dict[PlanId, set[object]] = {}
+            for stream in streams:
+                for one in stream.sent:
+                    if isinstance(one.reply, PlanReply):
+                        plans.setdefault(one.reply.plan.plan_id, set()).add(
+                            (one.reply.plan, one.reply.sub_steps)
+                        )
+            assert all(len(same) == 1 for same in plans.values())
+            assert all(producer.num_in_flight == 0 for producer in group.producers)
+            still_works(group)
+    finally:
+        unlink_all(name)
+
+
+WRONGS = ("drop", "repeat", "swap", "sequence", "layer", "plan", "rows", "counts", "lease", "generation")
+
+
+def spoil(requests: list[Request], at: int, wrong: str, amount: int) -> None:
+    """Change one message of a stream, or its place."""
+    request = requests[at]
+    if wrong == "drop":
+        del requests[at]
+    elif wrong == "repeat":
+        requests.insert(at, request)
+    elif wrong == "swap":
+        requests[at], requests[at - 1] = requests[at - 1], requests[at]
+    elif wrong == "lease" and not isinstance(request, (LeaseRequest, PolicyRequest, DrainRequest)):
+        requests[at] = replace(request, lease_serial=request.lease_serial + amount)
+    elif isinstance(request, LayerRequest):
+        plan_id = request.plan_id
+        changes: dict[str, object] = {
+            "sequence": {"sequence": request.sequence + amount},
+            "layer": {"layer_idx": request.layer_idx + amount},
+            "plan": {
+                "plan_id": PlanId(plan_id.generation, plan_id.step_id + amount, plan_id.micro_batch_idx)
+            },
+            "generation": {"plan_id": PlanId(6, plan_id.step_id, plan_id.micro_batch_idx)},
+            "rows": rows_of(amount, seed=amount)
+            or dict.fromkeys(("hidden_states", "topk_ids", "topk_weights")),
+        }
+        requests[at] = replace(request, **changes.get(wrong, {}))  # type: ignore[arg-type]
+    elif isinstance(request, IntentRequest):
+        plan_id = request.plan_id
+        counts = request.num_rows_per_rank
+        changes = {
+            "plan": {
+                "plan_id": PlanId(plan_id.generation, plan_id.step_id + amount, plan_id.micro_batch_idx)
+            },
+            "generation": {"plan_id": PlanId(6, plan_id.step_id, plan_id.micro_batch_idx)},
+            "rows": {"num_rows": request.num_rows + amount},
+            "counts": {"num_rows_per_rank": None if counts is None else (*counts[1:], amount)},
+        }
+        requests[at] = replace(request, **changes.get(wrong, {}))  # type: ignore[arg-type]
+
+
+def still_works(group: Group) -> None:
+    """After everything, a new caller group gets a whole step through."""
+    group.ask(0, LeaseRequest(holder="tier", release=True))
+    lease = group.lease("next")
+    plan_id = PlanId(lease.generation, lease.next_step_id, 0)
+    intents: dict[int, Request] = {
+        rank: IntentRequest(lease_serial=lease.lease_serial, plan_id=plan_id, num_rows=1, phase=Phase.DECODE)
+        for rank in range(group.num_ranks)
+    }
+    assert all(isinstance(reply, PlanReply) for reply in group.ask_all(intents).values())
+    calls: dict[int, Request] = {
+        rank: LayerRequest(
+            lease_serial=lease.lease_serial,
+            plan_id=plan_id,
+            layer_idx=0,
+            sequence=lease.next_sequence,
+            **rows_of(1, seed=rank),
+        )
+        for rank in range(group.num_ranks)
+    }
+    replies = group.ask_all(calls)
+    assert all(isinstance(reply, LayerReply) for reply in replies.values()), replies

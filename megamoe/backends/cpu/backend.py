@@ -6,7 +6,7 @@ import torch
 
 from megamoe.backends import Launch
 from megamoe.backends.cpu import stages
-from megamoe.backends.cpu.call import Call, Hook, PathRun, RankContext
+from megamoe.backends.cpu.call import Call, Hook, PathRun, RankContext, Staging
 from megamoe.backends.cpu.compact import CompactPath
 from megamoe.backends.cpu.experts import BoundLayer, ExpertGemms, Scratch, dequantized
 from megamoe.backends.cpu.fixed_slot import FixedSlotPath
@@ -43,11 +43,13 @@ class CpuBackend:
         self.heap = Heap(layout, rank=rank, group_name=group_name, timeout_s=timeout_s)
         self.context = RankContext(
             deployment=bundle.deployment,
+            shape=bundle.shape,
             layout=layout,
             heap=self.heap,
             signals=Signals(self.heap),
             gemms=ExpertGemms(bundle.shape, batch_invariant=bundle.deployment.batch_invariant),
             scratch=Scratch(),
+            staging=Staging(layout),
         )
         self.hook: Hook | None = None
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots
@@ -98,7 +100,7 @@ class CpuBackend:
         if call.launch.closing:
             # After a cut step the next sequence may use this buffer again: nobody leaves before all are done.
             call.count("group_barriers")
-            for dst_rank in call.peers_in_turn():
+            for dst_rank in call.peers_in_turn:
                 call.post(dst_rank, FlagKind.CLOSE)
             signals.wait(FlagKind.CLOSE, range(call.num_ranks))
         signals.check_alive()

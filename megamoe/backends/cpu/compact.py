@@ -7,7 +7,7 @@ import numpy as np
 from megamoe.backends.cpu import stages
 from megamoe.backends.cpu.call import Call, PathRun
 from megamoe.backends.cpu.experts import Tile
-from megamoe.backends.cpu.routed import Int64Array, Received
+from megamoe.backends.cpu.routed import Received
 from megamoe.backends.cpu.signals import Phase
 from megamoe.layout import FlagKind
 
@@ -17,62 +17,59 @@ class CompactPath(PathRun):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self.tokens: list[Int64Array] = []
-        self.counts: np.ndarray = np.zeros(0, dtype=np.int32)
-        self.tiles: list[Tile] = []
+        self._counts: np.ndarray = np.zeros(0, dtype=np.int32)
+        """[source, destination] rows, the same on all ranks once agreed."""
+        self._tiles: list[Tile] = []
 
     def quantize(self) -> None:
-        with self.call.timed("quantize"):
-            stages.quantize(self.call)
+        stages.quantize(self.call)
+        self.call.lap("quantize")
 
     def prepare(self) -> None:
         """Count rows per destination, tell everyone, and wait for everyone's counts: the group's one barrier."""
         call = self.call
-        with call.timed("dispatch"):
-            assert call.outgoing is not None
-            self.tokens = call.outgoing.tokens_per_rank(call.num_ranks)
-            counts = np.array([len(tokens) for tokens in self.tokens], dtype=np.int32)
-            call.count("prepare_passes")
-            call.count("count_exchanges")
-            for dst_rank in call.peers_in_turn():
-                call.buffer_of(dst_rank).counts[call.rank, : call.num_ranks] = counts
-                call.count_sent(dst_rank, counts.nbytes)
-                call.post(dst_rank, FlagKind.COUNTS)
-            call.signals.advance(Phase.COUNTED)
-            call.at("counts")
-            call.count("group_barriers")
-            call.signals.wait(FlagKind.COUNTS, range(call.num_ranks))
-            self.counts = call.own_buffer.counts[:, : call.num_ranks].copy()
+        assert call.outgoing is not None
+        counts = call.outgoing.rows_per_rank
+        call.count("prepare_passes")
+        call.count("count_exchanges")
+        call.buffer.counts[:, call.rank, : call.num_ranks] = counts
+        call.bytes_sent += 4 * len(counts) * (call.num_ranks - 1)
+        for dst_rank in call.peers_in_turn:
+            call.post(dst_rank, FlagKind.COUNTS)
+        call.signals.advance(Phase.COUNTED)
+        call.at("counts")
+        call.count("group_barriers")
+        call.signals.wait(FlagKind.COUNTS, range(call.num_ranks))
+        self._counts = call.buffer.counts[call.rank, :, : call.num_ranks].copy()
+        call.lap("dispatch")
 
     def dispatch(self) -> None:
         """Write packed rows at the agreed bases; then, as an owner, wait for all sources and find the rows."""
         call = self.call
-        with call.timed("dispatch"):
-            bases = (
-                np.cumsum(self.counts, axis=0) - self.counts
-            )  # [source, destination]: rows of earlier sources
-            call.at("payload")
-            for dst_rank in call.peers_in_turn():
-                stages.write_rows(call, dst_rank, self.tokens[dst_rank], int(bases[call.rank, dst_rank]))
-                call.post(dst_rank, FlagKind.PAYLOAD, len(self.tokens[dst_rank]))
-            call.signals.advance(Phase.SENT)
-            call.signals.wait(FlagKind.PAYLOAD, range(call.num_ranks))
-            call.at("received")
-            received = [
-                Received(rank, int(bases[rank, call.rank]), int(self.counts[rank, call.rank]))
-                for rank in range(call.num_ranks)
-            ]
-            stages.find_rows(call, received)
-            self.tiles = stages.all_tiles(call)
+        bases = np.cumsum(self._counts, axis=0) - self._counts  # rows of earlier sources
+        call.at("payload")
+        stages.write_dense(call, bases[call.rank])
+        for dst_rank in call.peers_in_turn:
+            call.post(dst_rank, FlagKind.PAYLOAD, int(self._counts[call.rank, dst_rank]))
+        call.signals.advance(Phase.SENT)
+        call.signals.wait(FlagKind.PAYLOAD, range(call.num_ranks))
+        call.at("received")
+        received = [
+            Received(rank, int(bases[rank, call.rank]), int(self._counts[rank, call.rank]))
+            for rank in range(call.num_ranks)
+        ]
+        stages.find_rows(call, received)
+        self._tiles = stages.all_tiles(call)
+        call.lap("dispatch")
 
     def gemm1(self) -> None:
-        with self.call.timed("gemm1"):
-            stages.gemm1_all(self.call, self.tiles)
+        stages.gemm1_all(self.call, self._tiles)
+        self.call.lap("gemm1")
 
     def gemm2(self) -> None:
-        with self.call.timed("gemm2"):
-            stages.return_all(self.call, stages.gemm2_all(self.call, self.tiles))
+        stages.return_all(self.call, stages.gemm2_all(self.call, self._tiles))
+        self.call.lap("gemm2")
 
     def combine(self) -> None:
-        with self.call.timed("combine"):
-            stages.combine_all(self.call)
+        stages.combine_all(self.call)
+        self.call.lap("combine")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from megamoe import mx
+from megamoe.backends.cpu.matrix import Matrix
 from megamoe.shape import MX_BLOCK, MoeShape
 from megamoe.weights import LayerWeights
 
@@ -41,24 +42,21 @@ class Tile:
 
 @dataclass(frozen=True)
 class BoundLayer:
-    """Weights of one slot, ready for matmuls: w1 [experts, hidden, 2 * intermediate] (gate columns first), w2
-    [experts, intermediate, hidden], float32. None: identity experts (transport tests bypass both GEMMs)."""
+    """Weights of one slot, ready for matmuls, a matrix an expert: w1 [hidden, 2 * intermediate] (gate columns first),
+    w2 [intermediate, hidden]. None: identity experts (transport tests bypass both GEMMs)."""
 
-    w1: torch.Tensor | None
-    w2: torch.Tensor | None
+    w1: tuple[Matrix, ...] | None
+    w2: tuple[Matrix, ...] | None
 
 
 def dequantized(weights: LayerWeights) -> BoundLayer:
     """The canonical packing of one rank's experts as fp32 matrices that a row is multiplied with from the left."""
-    shape13 = weights.w13_codes.shape
-    shape2 = weights.w2_codes.shape
-    w1 = torch.empty((shape13[0], 2 * shape13[2], shape13[1]), dtype=torch.float32)
-    w2 = torch.empty((shape2[0], 2 * shape2[2], shape2[1]), dtype=torch.float32)
-    for expert in range(shape13[0]):
+    w1, w2 = [], []
+    for expert in range(weights.w13_codes.shape[0]):
         dense13, dense2 = weights.experts(expert, expert + 1).dequantized()
-        w1[expert] = dense13[0].T
-        w2[expert] = dense2[0].T
-    return BoundLayer(w1, w2)
+        w1.append(Matrix(dense13[0].T.contiguous()))
+        w2.append(Matrix(dense2[0].T.contiguous()))
+    return BoundLayer(tuple(w1), tuple(w2))
 
 
 class Scratch:
@@ -164,18 +162,18 @@ class ExpertGemms:
         return y
 
     def _matmuls(
-        self, weights: torch.Tensor, tiles: Sequence[Tile], base: int, x: torch.Tensor, out: torch.Tensor
+        self, weights: Sequence[Matrix], tiles: Sequence[Tile], base: int, x: torch.Tensor, out: torch.Tensor
     ) -> None:
         for tile in tiles:
             start, stop = tile.start - base, tile.stop - base
             if not self._pad or stop - start == self.block_m:
-                torch.mm(x[start:stop], weights[tile.expert], out=out[start:stop])
+                weights[tile.expert].multiply(x[start:stop], out[start:stop])
                 continue
             padded_x = self._work.get("pad_x", self.block_m, x.shape[1], torch.float32)
             padded_out = self._work.get("pad_out", self.block_m, out.shape[1], torch.float32)
             padded_x[: stop - start] = x[start:stop]
             padded_x[stop - start :] = 0.0
-            torch.mm(padded_x, weights[tile.expert], out=padded_out)
+            weights[tile.expert].multiply(padded_x, padded_out)
             out[start:stop] = padded_out[: stop - start]
 
 

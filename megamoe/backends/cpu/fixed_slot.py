@@ -16,10 +16,8 @@ def send_slots(call: Call) -> None:
     outgoing = call.outgoing
     assert outgoing is not None
     call.at("payload")
-    first = call.rank * call.capacity
-    tokens = outgoing.tokens_per_rank(call.num_ranks)
-    for dst_rank in call.peers_in_turn():
-        stages.write_slots(call, dst_rank, tokens[dst_rank], first)
+    stages.write_slots(call, call.rank * call.capacity)
+    for dst_rank in call.peers_in_turn:
         call.post(dst_rank, FlagKind.PAYLOAD, len(outgoing.owners))
     call.signals.advance(Phase.SENT)
 
@@ -42,25 +40,25 @@ class FixedSlotPath(PathRun):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self.tiles: list[Tile] = []
+        self._tiles: list[Tile] = []
 
     def quantize(self) -> None:
-        with self.call.timed("quantize"):
-            stages.quantize(self.call)
+        stages.quantize(self.call)
+        self.call.lap("quantize")
 
     def dispatch(self) -> None:
-        with self.call.timed("dispatch"):
-            send_slots(self.call)
-            self.tiles = receive_slots(self.call)
+        send_slots(self.call)
+        self._tiles = receive_slots(self.call)
+        self.call.lap("dispatch")
 
     def gemm1(self) -> None:
-        with self.call.timed("gemm1"):
-            stages.gemm1_all(self.call, self.tiles)
+        stages.gemm1_all(self.call, self._tiles)
+        self.call.lap("gemm1")
 
     def gemm2(self) -> None:
-        with self.call.timed("gemm2"):
-            stages.return_all(self.call, stages.gemm2_all(self.call, self.tiles))
+        stages.return_all(self.call, stages.gemm2_all(self.call, self._tiles))
+        self.call.lap("gemm2")
 
     def combine(self) -> None:
-        with self.call.timed("combine"):
-            stages.combine_all(self.call)
+        stages.combine_all(self.call)
+        self.call.lap("combine")

@@ -1,4 +1,4 @@
-"""The symmetric heap of one rank: its own segment, its peers' segments, and typed views of both.
+"""The symmetric heap as one rank sees it: its own segment, its peers' segments, and typed views of all.
 
 Opening is collective: every rank creates `<group_name>-heap-<rank>`, maps all others and says so in their `ready`
 lines; it returns when all ranks have said so. Ranks that were started with another deployment are refused with both
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megamoe.backends.cpu.window import Window
 from megamoe.errors import ConfigError, HeapError, PeerTimeoutError, must_be
 from megamoe.layout import NUM_BUFFERS, WIDE_BYTES, HeapLayout
 from megamoe.shm import SharedSegment
@@ -35,12 +36,12 @@ Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class BufferView:
-    """One of the two buffers of one rank.
+class Buffer:
+    """One of the two buffers, of all ranks; [rank] of a tensor is that rank's own.
 
-    counts: [num_ranks, counts_words] int32, a row per source. meta: [max_rows_received, meta_words] int32.
-    rows: [max_rows_received, row_bytes / 16] wide: e4m3 codes, E8M0 scales.
-    results: [capacity * num_topk, result_bytes / 16] wide, a row per (token, slot) of this rank's own batch.
+    counts: [num_ranks, num_ranks, counts_words] int32, a row per source. meta: [num_ranks, max_rows_received,
+    meta_words] int32. rows: [num_ranks, max_rows_received, row_bytes / 16] wide: e4m3 codes, E8M0 scales. results:
+    [num_ranks, capacity * num_topk, result_bytes / 16] wide, a row per (token, slot) of the rank's own batch.
     """
 
     counts: Int32Array
@@ -49,27 +50,18 @@ class BufferView:
     results: torch.Tensor
 
 
-class RankView:
-    """The segment of one rank as this process sees it; `u64` is the whole of it as 64-bit integers."""
+def _buffer(window: Window, layout: HeapLayout, buffer_idx: int) -> Buffer:
+    def view(name: str, rows: int, row_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return window.tensor(layout.region(f"{name}{buffer_idx}").offset, rows, row_bytes, dtype)
 
-    def __init__(self, segment: SharedSegment, layout: HeapLayout) -> None:
-        self.segment = segment
-        self.u64 = segment.buf.cast("Q")
-        self.buffers = tuple(self._buffer(layout, idx) for idx in range(NUM_BUFFERS))
-
-    def _buffer(self, layout: HeapLayout, buffer_idx: int) -> BufferView:
-        def view(name: str, rows: int, row_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-            offset = layout.region(f"{name}{buffer_idx}").offset
-            return self.segment.tensor(offset, (rows, row_bytes // dtype.itemsize), dtype)
-
-        received = layout.max_rows_received
-        routed = layout.capacity * layout.bundle.shape.num_topk
-        return BufferView(
-            counts=view("counts", layout.num_ranks, 4 * layout.counts_words, torch.int32).numpy(),
-            meta=view("payload_meta", received, 4 * layout.meta_words, torch.int32),
-            rows=view("payload_rows", received, layout.row_bytes, WIDE),
-            results=view("combine_rows", routed, layout.result_bytes, WIDE),
-        )
+    received = layout.max_rows_received
+    routed = layout.capacity * layout.bundle.shape.num_topk
+    return Buffer(
+        counts=view("counts", layout.num_ranks, 4 * layout.counts_words, torch.int32).numpy(),
+        meta=view("payload_meta", received, 4 * layout.meta_words, torch.int32),
+        rows=view("payload_rows", received, layout.row_bytes, WIDE),
+        results=view("combine_rows", routed, layout.result_bytes, WIDE),
+    )
 
 
 def segment_name(group_name: str, rank: int) -> str:
@@ -77,7 +69,7 @@ def segment_name(group_name: str, rank: int) -> str:
 
 
 class Heap:
-    """This rank's segment and the mappings of all others. `ranks[rank]` is the own one."""
+    """segments: one a rank, this rank's own included. buffers: the two buffers of all ranks."""
 
     def __init__(self, layout: HeapLayout, *, rank: int, group_name: str, timeout_s: float) -> None:
         self.layout = layout
@@ -113,6 +105,10 @@ class Heap:
                 missing.append(peer)
         if missing:
             raise self._absent(missing, timeout_s)
+        said = [bytes(segment.buf[_FINGERPRINT]).decode() for segment in segments]
+        if len(set(said)) == 1:
+            window = Window(segments, layout.num_bytes)
+        # From here on a quick peer may close and unlink its segment: everything that needs names is done.
         ready = layout.region("ready").offset
         for segment in segments:
             word = segment.word(ready + 4 * rank)
@@ -126,11 +122,11 @@ class Heap:
         if missing:
             raise self._absent(missing, timeout_s)
         # Only now, when nobody needs this rank's segment to find out the same.
-        said = [bytes(segment.buf[_FINGERPRINT]).decode() for segment in segments]
         if len(set(said)) > 1:
             each = ", ".join(f"rank {peer}: {text}" for peer, text in enumerate(said))
             raise ConfigError(must_be("deployment (digest and number of slots)", "equal on all ranks", each))
-        self.ranks = tuple(RankView(segment, layout) for segment in segments)
+        self.segments = tuple(segments)
+        self.buffers = tuple(_buffer(window, layout, idx) for idx in range(NUM_BUFFERS))
 
     def _attach(self, peer: int, deadline: float) -> SharedSegment:
         name = segment_name(self.group_name, peer)
@@ -146,10 +142,6 @@ class Heap:
             missing,
         )
 
-    @property
-    def own(self) -> RankView:
-        return self.ranks[self.rank]
-
     def close(self) -> None:
         """Unlink this rank's segment and drop all mappings. Safe to call twice."""
         for segment in self._opened:
@@ -157,7 +149,8 @@ class Heap:
             with contextlib.suppress(BufferError):
                 segment.close()
         self._opened = []
-        self.ranks = ()
+        self.segments = ()
+        self.buffers = ()
         if self._created is not None:
             self._created.unlink()
             self._created = None

@@ -22,7 +22,7 @@ from megamoe.backends.cpu.signals import Phase
 from megamoe.backends.cpu.tile_board import TileBoard
 from megamoe.layout import FlagKind
 
-_MIN_TOKENS = 64
+_MIN_TOKENS = 32
 """Fewer complete tokens than this wait for more before they are summed."""
 
 
@@ -31,10 +31,10 @@ class LargeMPath(PathRun):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        shape = call.rank_context.layout.bundle.shape
+        shape = call.shape
         self._busy = [rank for rank, rows in enumerate(call.launch.sub_step.num_rows_per_rank) if rows]
         self._board = TileBoard(
-            call.num_ranks, shape.num_experts_per_rank, call.rank_context.gemms.block_m, self._busy
+            call.num_ranks, shape.num_experts_per_rank, call.context.gemms.block_m, self._busy
         )
         # Routed rows lie source after source, in order of arrival; bounded by what all sources can send here.
         most = sum(call.launch.sub_step.num_rows_per_rank) * shape.num_topk
@@ -49,27 +49,26 @@ class LargeMPath(PathRun):
         self._combined = np.zeros(call.batch.num_rows, dtype=bool)
 
     def quantize(self) -> None:
-        with self.call.timed("quantize"):
-            stages.quantize(self.call)
+        stages.quantize(self.call)
+        self.call.lap("quantize")
 
     def persistent(self) -> None:
         call = self.call
-        with call.timed("dispatch"):
-            stages.choose_format(call, 0, 0)
-            self._send()
-            self._owners_of_token = self._owner_bits()
+        stages.choose_format(call, 0, 0)
+        self._send()
+        self._owners_of_token = self._owner_bits()
         while not self._finished():
-            with call.timed("dispatch"):
-                self._receive()
-            chunk = self._board.take(call.rank_context.gemms.chunk_rows)
+            self._receive()
+            chunk = self._board.take(call.context.gemms.chunk_rows)
+            call.lap("dispatch")
             if len(chunk):
                 self._compute(chunk)
-            with call.timed("gemm2"):
-                self._return_finished()
-            with call.timed("combine"):
-                self._look_at_returns()
-                if not len(chunk) or self._board.finished:
-                    self._combine_complete()
+            self._return_finished()
+            call.lap("gemm2")
+            self._look_at_returns()
+            if not len(chunk) or self._board.finished:
+                self._combine_complete()
+            call.lap("combine")
             if not len(chunk) and not self._finished():
                 call.signals.wait_any(self._news, self._missing)
 
@@ -79,31 +78,30 @@ class LargeMPath(PathRun):
         """Counts per expert to every destination, then rows, densely packed into this source's own area."""
         call, outgoing = self.call, self.call.outgoing
         assert outgoing is not None
-        shape = call.rank_context.layout.bundle.shape
+        num_experts = call.shape.num_experts_per_rank
         ids = call.batch.topk_ids.numpy().ravel()
-        counts = np.bincount(ids[ids >= 0], minlength=shape.num_experts).reshape(call.num_ranks, -1)
-        tokens = outgoing.tokens_per_rank(call.num_ranks)
+        counts = np.bincount(ids[ids >= 0], minlength=call.shape.num_experts).reshape(call.num_ranks, -1)
         call.count("prepare_passes")
         call.count("count_exchanges")
-        for dst_rank in call.peers_in_turn():
-            call.buffer_of(dst_rank).counts[call.rank, : shape.num_experts_per_rank] = counts[dst_rank]
-            call.count_sent(dst_rank, 4 * shape.num_experts_per_rank)
+        call.buffer.counts[:, call.rank, :num_experts] = counts
+        call.bytes_sent += 4 * num_experts * (call.num_ranks - 1)
+        for dst_rank in call.peers_in_turn:
             call.post(dst_rank, FlagKind.COUNTS, ring=True)
         call.signals.advance(Phase.COUNTED)
         call.at("counts")
         call.at("payload")
-        for dst_rank in call.peers_in_turn():
-            stages.write_rows(call, dst_rank, tokens[dst_rank], call.rank * call.capacity)
-            call.post(dst_rank, FlagKind.PAYLOAD, len(tokens[dst_rank]), ring=True)
+        stages.write_dense(call, np.full(call.num_ranks, call.rank * call.capacity))
+        for dst_rank in call.peers_in_turn:
+            call.post(dst_rank, FlagKind.PAYLOAD, int(outgoing.rows_per_rank[dst_rank]), ring=True)
         call.signals.advance(Phase.SENT)
 
     def _receive(self) -> None:
         """Take note of every source whose counts or rows have arrived since the last look."""
         call, board = self.call, self._board
-        num_experts = call.rank_context.layout.bundle.shape.num_experts_per_rank
+        num_experts = call.shape.num_experts_per_rank
         for src_rank in self._busy:
             if not board.known[src_rank] and call.signals.seen(FlagKind.COUNTS, src_rank):
-                board.set_counts(src_rank, call.own_buffer.counts[src_rank, :num_experts])
+                board.set_counts(src_rank, call.buffer.counts[call.rank, src_rank, :num_experts])
             if not board.known[src_rank] or board.arrived[src_rank]:
                 continue
             if call.signals.seen(FlagKind.PAYLOAD, src_rank):
@@ -114,7 +112,8 @@ class LargeMPath(PathRun):
     def _take_rows(self, src_rank: int) -> None:
         call = self.call
         block = Received(src_rank, src_rank * call.capacity, stages.rows_sent_by(call, src_rank))
-        routed = routed_rows(call.rank_context.layout, call.rank, call.own_buffer.meta, [block])
+        words = call.buffer.meta[call.rank].numpy()
+        routed = routed_rows(call.context.layout, call.rank, words, [block])
         first = self._num_routed
         stop = first + routed.num_rows
         self._payload_row[first:stop] = routed.payload_row
@@ -138,13 +137,11 @@ class LargeMPath(PathRun):
         ]
         payload_rows = self._payload_row[routed]
         h_u8 = stages.intermediate_rows(call, len(routed))
-        with call.timed("gemm1"):
-            stages.gemm1_chunk(call, tiles, payload_rows, h_u8)
-        with call.timed("gemm2"):
-            width = self._results.shape[1]
-            encoded = call.rank_context.scratch.get("encoded", len(routed), width, WIDE)
-            stages.gemm2_chunk(call, tiles, payload_rows, self._weights[routed], h_u8, encoded)
-            self._results.index_copy_(0, torch.from_numpy(routed), encoded)
+        stages.gemm1_chunk(call, tiles, payload_rows, h_u8)
+        call.lap("gemm1")
+        encoded = call.context.scratch.get("encoded", len(routed), self._results.shape[1], WIDE)
+        stages.gemm2_chunk(call, tiles, payload_rows, self._weights[routed], h_u8, encoded)
+        self._results.index_copy_(0, torch.from_numpy(routed), encoded)
         self._board.set_done(chunk)
 
     # ------------------------------------------------------------------------------------------- results
@@ -152,14 +149,14 @@ class LargeMPath(PathRun):
     def _return_finished(self) -> None:
         """Send back the results of every source whose rows are all done; sources without rows get their flag."""
         call = self.call
-        for src_rank in call.peers_in_turn():
+        for src_rank in call.peers_in_turn:
             if src_rank in self._returned or not self._board.source_finished(src_rank):
                 continue
             if not self._returned:
                 stages.begin_return(call)
             first, index = self._block.get(src_rank, (0, np.empty(0, dtype=np.int64)))
             results = self._results[first : first + len(index)]
-            stages.return_rows(call, src_rank, results, index, ring=True)
+            stages.return_rows(call, src_rank, results, index)
             self._returned.add(src_rank)
             if len(self._returned) == call.num_ranks:
                 call.at("returned")
@@ -186,9 +183,8 @@ class LargeMPath(PathRun):
         if not count or (count < _MIN_TOKENS and not everyone):
             return
         call.at("combine")
-        infos = [call.signals.info(FlagKind.RETURN, rank) for rank in range(call.num_ranks)]
         tokens = None if count == len(complete) else np.flatnonzero(complete)
-        combine_tokens(call, stages.formats_of(infos), tokens)
+        combine_tokens(call, stages.formats_of(stages.return_infos(call)), tokens)
         self._combined |= complete
 
     def _finished(self) -> bool:

@@ -25,26 +25,31 @@ class Outgoing:
     """This rank's rows, staged in private memory, and who gets them.
 
     rows: [n, row_bytes / 16] wide. meta: [n, meta_words] int32. owners: [n, num_topk] int32, -1 = nobody.
+    dst_rank, token: one entry per (destination, token), by destination, then token; a token appears at most once a
+    destination. rows_per_rank: how many each destination gets.
     """
 
     rows: torch.Tensor
     meta: torch.Tensor
     owners: Int32Array
+    dst_rank: Int64Array
+    token: Int64Array
+    rows_per_rank: Int64Array
 
-    def tokens_per_rank(self, num_ranks: int) -> list[Int64Array]:
-        """Ascending token indices for each destination; a token appears at most once a destination."""
-        num_rows = len(self.owners)
-        wanted = np.zeros((num_rows, num_ranks + 1), dtype=bool)
-        wanted[np.arange(num_rows)[:, None], self.owners] = (
-            True  # -1 marks the last column, which nobody reads
-        )
-        return [np.flatnonzero(wanted[:, rank]) for rank in range(num_ranks)]
+    @classmethod
+    def of(cls, shape: MoeShape, topk_ids: torch.Tensor, rows: torch.Tensor, meta: torch.Tensor) -> Outgoing:
+        num_ranks = shape.num_ranks
+        owners: Int32Array = topk_ids.numpy() // np.int32(shape.num_experts_per_rank)  # -1 stays -1
+        wanted = np.zeros((num_ranks + 1, len(owners)), dtype=np.bool_)
+        wanted[owners, np.arange(len(owners))[:, None]] = True  # -1 marks the last row, which nobody reads
+        dst_rank, token = wanted[:num_ranks].nonzero()
+        return cls(rows, meta, owners, dst_rank, token, np.bincount(dst_rank, minlength=num_ranks))
 
-
-def owners_of(topk_ids: torch.Tensor, shape: MoeShape) -> Int32Array:
-    """Owner rank of each (token, slot); -1 stays -1 (floor division)."""
-    ids: Int32Array = topk_ids.numpy()
-    return ids // np.int32(shape.num_experts_per_rank)
+    def dense_slots(self, bases: Int64Array) -> Int64Array:
+        """Slots of all (destination, token) entries when each destination's are packed from its base on."""
+        starts = np.cumsum(self.rows_per_rank) - self.rows_per_rank
+        slots: Int64Array = np.arange(len(self.token)) + (bases - starts)[self.dst_rank]
+        return slots
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class RoutedRows:
     """
 
     payload_row: Int64Array
-    src_rank: npt.NDArray[np.uint8]
+    src_rank: Int64Array
     result_index: Int64Array
     weights: npt.NDArray[np.float32]
     rows_per_expert: Int64Array
@@ -74,40 +79,32 @@ class RoutedRows:
     def num_rows(self) -> int:
         return len(self.payload_row)
 
-    def by_source(self, num_ranks: int) -> list[Int64Array]:
-        """For each source the positions of its rows, ascending."""
-        order = np.argsort(self.src_rank, kind="stable")
-        ends = np.cumsum(np.bincount(self.src_rank, minlength=num_ranks))
-        return np.split(order, ends[:-1])
 
-
-def routed_rows(layout: HeapLayout, rank: int, meta: torch.Tensor, blocks: Sequence[Received]) -> RoutedRows:
+def routed_rows(layout: HeapLayout, rank: int, words: Int32Array, blocks: Sequence[Received]) -> RoutedRows:
     """Find this rank's routed rows in the received blocks, which must be in order of source rank.
 
-    meta: [max_rows_received, meta_words] int32, this rank's buffer.
+    words: [max_rows_received, meta_words] int32, what stands beside the rows in this rank's buffer.
     """
     shape = layout.bundle.shape
-    num_topk = shape.num_topk
-    words: Int32Array = meta.numpy()
-    if len(blocks) == 1:
-        found = words[blocks[0].first : blocks[0].first + blocks[0].num_rows]
-    else:
-        found = np.concatenate([words[:0], *(words[b.first : b.first + b.num_rows] for b in blocks)])
-    first_expert = rank * shape.num_experts_per_rank
+    num_topk, num_experts = shape.num_topk, shape.num_experts_per_rank
+    sizes = np.array([block.num_rows for block in blocks], dtype=np.int64)
+    firsts = np.array([block.first for block in blocks], dtype=np.int64)
+    # Payload row of each received row, and of which source it is.
+    payload_rows = np.arange(int(sizes.sum())) + (firsts - np.cumsum(sizes) + sizes).repeat(sizes)
+    sources = np.array([block.src_rank for block in blocks], dtype=np.int64).repeat(sizes)
+    found = words[payload_rows]
     # As unsigned numbers, -1 and everything else outside this rank's range are large.
-    local = (found[:, 1 : 1 + num_topk] - np.int32(first_expert)).view(np.uint32)
-    flat = np.flatnonzero(local < shape.num_experts_per_rank)
-    key_type = np.uint8 if shape.num_experts_per_rank <= 256 else np.uint16
-    experts = local.ravel()[flat].astype(key_type)
-    order = flat[np.argsort(experts, kind="stable")]
-    rows, slots = np.divmod(order, num_topk)
-    sizes = [b.num_rows for b in blocks]
-    starts = np.concatenate([np.arange(b.first, b.first + b.num_rows) for b in blocks] or [np.arange(0)])
-    sources = np.repeat(np.array([b.src_rank for b in blocks], dtype=np.uint8), sizes)
+    local = (found[:, 1 : 1 + num_topk] - np.int32(rank * num_experts)).view(np.uint32)
+    flat = (local < num_experts).ravel().nonzero()[0]
+    # Small keys are sorted by radix, several times faster than int32.
+    experts = local.ravel()[flat].astype(np.uint8 if num_experts <= 256 else np.uint16)
+    order = flat[experts.argsort(kind="stable")]
+    rows = order // num_topk
+    slots = order - rows * num_topk
     return RoutedRows(
-        payload_row=starts[rows],
+        payload_row=payload_rows[rows],
         src_rank=sources[rows],
         result_index=found[rows, 0].astype(np.int64) * num_topk + slots,
-        weights=found[:, 1 + num_topk : 1 + 2 * num_topk].view(np.float32)[rows, slots],
-        rows_per_expert=np.bincount(experts, minlength=shape.num_experts_per_rank),
+        weights=found[rows, 1 + num_topk + slots].view(np.float32),
+        rows_per_expert=np.bincount(experts, minlength=num_experts),
     )

@@ -57,7 +57,7 @@ class Signals:
         self.wait_s = 0.0
         """Time asleep or spinning since `enter`."""
         self._heap = heap
-        self._u64 = [view.u64 for view in heap.ranks]
+        self._u64 = [segment.buf.cast("Q") for segment in heap.segments]
         self._own = self._u64[self.rank]
         self._flags = [
             [
@@ -68,7 +68,7 @@ class Signals:
         ]
         self._aborts = layout.region("aborts").offset // 8
         self._progress = layout.region("progress").offset // 8
-        self._doorbells = [view.segment.word(layout.region("doorbell").offset) for view in heap.ranks]
+        self._doorbells = [segment.word(layout.region("doorbell").offset) for segment in heap.segments]
         self._num_rings = 0
         self._words: dict[tuple[int, int], Word] = {}
         self._slot_idx = self._epoch = self._buffer_idx = 0
@@ -132,7 +132,7 @@ class Signals:
     def _word(self, rank: int, index: int) -> Word:
         word = self._words.get((rank, index))
         if word is None:
-            word = self._words[rank, index] = self._heap.ranks[rank].segment.word(8 * index)
+            word = self._words[rank, index] = self._heap.segments[rank].word(8 * index)
         return word
 
     # ------------------------------------------------------------------------------------- waits

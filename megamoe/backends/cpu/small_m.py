@@ -16,24 +16,25 @@ class SmallMPath(PathRun):
 
     def small_m(self) -> None:
         call = self.call
-        with call.timed("quantize"):
-            stages.quantize(call)
-        with call.timed("dispatch"):
-            send_slots(call)
-            tiles = receive_slots(call, auto_format=True)
+        stages.quantize(call)
+        call.lap("quantize")
+        send_slots(call)
+        tiles = receive_slots(call, auto_format=True)
         routed = call.routed
         assert routed is not None
-        h_u8 = stages.intermediate_rows(call, call.rank_context.gemms.max_chunk_rows(tiles))
+        gemms = call.context.gemms
+        h_u8 = stages.intermediate_rows(call, gemms.max_chunk_rows(tiles))
         results = stages.result_rows(call, routed.num_rows)
-        for chunk in call.rank_context.gemms.chunks(tiles):
+        call.lap("dispatch")
+        for chunk in gemms.chunks(tiles):
             part = slice(chunk[0].start, chunk[-1].stop)
             payload_rows, weights = routed.payload_row[part], routed.weights[part]
             inner = h_u8[: len(payload_rows)]
-            with call.timed("gemm1"):
-                stages.gemm1_chunk(call, chunk, payload_rows, inner)
-            with call.timed("gemm2"):
-                stages.gemm2_chunk(call, chunk, payload_rows, weights, inner, results[part])
-        with call.timed("gemm2"):
-            stages.return_all(call, results)
-        with call.timed("combine"):
-            stages.combine_all(call)
+            stages.gemm1_chunk(call, chunk, payload_rows, inner)
+            call.lap("gemm1")
+            stages.gemm2_chunk(call, chunk, payload_rows, weights, inner, results[part])
+            call.lap("gemm2")
+        stages.return_all(call, results)
+        call.lap("gemm2")
+        stages.combine_all(call)
+        call.lap("combine")

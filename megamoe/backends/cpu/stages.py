@@ -12,7 +12,7 @@ from megamoe.backends.cpu.call import Call
 from megamoe.backends.cpu.combine import combine_tokens
 from megamoe.backends.cpu.experts import Tile, encode_results, tiles_of
 from megamoe.backends.cpu.heap import WIDE
-from megamoe.backends.cpu.routed import Int64Array, Outgoing, Received, RoutedRows, owners_of, routed_rows
+from megamoe.backends.cpu.routed import Int64Array, Outgoing, Received, RoutedRows, routed_rows
 from megamoe.backends.cpu.signals import INFO_FP8, INFO_ROWS_MASK, Phase
 from megamoe.bundle import RowFormat
 from megamoe.layout import FlagKind
@@ -20,12 +20,11 @@ from megamoe.shape import MX_BLOCK
 
 
 def quantize(call: Call) -> None:
-    """Stage this rank's rows as MXFP8 with ids and weights beside them, in private memory."""
-    context, batch = call.rank_context, call.batch
-    layout, shape = context.layout, context.layout.bundle.shape
+    """Stage this rank's rows as MXFP8 with token index, ids and weights beside them, and see who gets them."""
+    batch, shape = call.batch, call.shape
     n, hidden, num_topk = batch.num_rows, shape.hidden, shape.num_topk
-    rows = context.scratch.get("staged_rows", n, layout.row_bytes // WIDE.itemsize, WIDE)
-    meta = context.scratch.get("staged_meta", n, layout.meta_words, torch.int32)
+    staging = call.context.staging
+    rows, meta = staging.rows[:n], staging.meta[:n]
     u8 = rows.view(torch.uint8)
     codes, sf = u8[:, :hidden], u8[:, hidden : hidden + hidden // MX_BLOCK]
     if batch.hidden_states_sf is not None:
@@ -34,12 +33,11 @@ def quantize(call: Call) -> None:
         _mark_nan_blocks(codes, sf)
     else:
         mx.quantize_mxfp8_into(codes, sf, batch.hidden_states)
-    meta[:, 0] = torch.arange(n, dtype=torch.int32)
-    meta[:, 1 : 1 + num_topk] = batch.topk_ids
-    meta[:, 1 + num_topk : 1 + 2 * num_topk] = batch.topk_weights.view(torch.int32)
-    owners = owners_of(batch.topk_ids, shape)
-    call.outgoing = Outgoing(rows, meta, owners)
-    call.count("dropped_slots", int((owners < 0).sum()))
+    words = meta.numpy()
+    words[:, 1 : 1 + num_topk] = batch.topk_ids.numpy()
+    words[:, 1 + num_topk : 1 + 2 * num_topk] = batch.topk_weights.numpy().view(np.int32)
+    call.outgoing = Outgoing.of(shape, batch.topk_ids, rows, meta)
+    call.count("dropped_slots", int((call.outgoing.owners < 0).sum()))
 
 
 def _mark_nan_blocks(codes: torch.Tensor, sf: torch.Tensor) -> None:
@@ -50,50 +48,53 @@ def _mark_nan_blocks(codes: torch.Tensor, sf: torch.Tensor) -> None:
         sf.masked_fill_(nan.view(*sf.shape, MX_BLOCK).any(-1), mx.SCALE_NAN)
 
 
-def write_rows(call: Call, dst_rank: int, tokens: Int64Array, first: int) -> None:
-    """Write the rows of `tokens` and what stands beside them densely into dst_rank's slots from `first` on."""
-    outgoing, buffer = call.outgoing, call.buffer_of(dst_rank)
+# ------------------------------------------------------------------------------------------------ dispatch
+
+
+def write_dense(call: Call, bases: Int64Array) -> None:
+    """Write this rank's rows, and what stands beside them, packed from bases[dst_rank] on at each destination."""
+    outgoing = call.outgoing
     assert outgoing is not None
-    count = len(tokens)
-    if not count:
-        return
-    index = torch.from_numpy(tokens)
-    torch.index_select(outgoing.rows, 0, index, out=buffer.rows[first : first + count])
-    torch.index_select(outgoing.meta, 0, index, out=buffer.meta[first : first + count])
-    layout = call.rank_context.layout
-    call.count_sent(dst_rank, count * (layout.row_bytes + 4 * layout.meta_words))
+    where = (torch.from_numpy(outgoing.dst_rank), torch.from_numpy(outgoing.dense_slots(bases)))
+    token = torch.from_numpy(outgoing.token)
+    call.buffer.rows.index_put_(where, outgoing.rows.index_select(0, token))
+    call.buffer.meta.index_put_(where, outgoing.meta.index_select(0, token))
+    layout = call.context.layout
+    sent = len(outgoing.token) - int(outgoing.rows_per_rank[call.rank])
+    call.bytes_sent += sent * (layout.row_bytes + 4 * layout.meta_words)
 
 
-def write_slots(call: Call, dst_rank: int, tokens: Int64Array, first: int) -> None:
-    """Write the rows of `tokens` into their own slots (first + token) at dst_rank, and all rows' ids beside them:
+def write_slots(call: Call, first: int) -> None:
+    """Write this rank's rows into their own slots (first + token) at their owners, and all rows' ids everywhere:
     what an older launch left in the slots between is then never taken for this launch's ids."""
-    outgoing, buffer = call.outgoing, call.buffer_of(dst_rank)
+    outgoing = call.outgoing
     assert outgoing is not None
     n = len(outgoing.owners)
-    buffer.meta[first : first + n] = outgoing.meta
-    if len(tokens) == n:
-        buffer.rows[first : first + n] = outgoing.rows
-    elif len(tokens):
-        index = torch.from_numpy(tokens)
-        buffer.rows[first : first + n].index_copy_(0, index, outgoing.rows.index_select(0, index))
-    layout = call.rank_context.layout
-    call.count_sent(dst_rank, len(tokens) * layout.row_bytes + n * 4 * layout.meta_words)
+    call.buffer.meta[:, first : first + n] = outgoing.meta
+    where = (torch.from_numpy(outgoing.dst_rank), torch.from_numpy(outgoing.token + first))
+    call.buffer.rows.index_put_(where, outgoing.rows.index_select(0, torch.from_numpy(outgoing.token)))
+    layout = call.context.layout
+    sent = len(outgoing.token) - int(outgoing.rows_per_rank[call.rank])
+    call.bytes_sent += sent * layout.row_bytes + (call.num_ranks - 1) * n * 4 * layout.meta_words
 
 
 def find_rows(call: Call, blocks: Sequence[Received], *, auto_format: bool = False) -> RoutedRows:
     """Find this rank's routed rows and decide the format in which they go back."""
-    context = call.rank_context
-    call.routed = routed_rows(context.layout, call.rank, call.own_buffer.meta, blocks)
-    call.count("rows_received", call.routed.num_rows)
-    choose_format(
-        call, call.routed.num_rows, int(call.routed.rows_per_expert.max(initial=0)), auto=auto_format
-    )
-    return call.routed
+    words = call.buffer.meta[call.rank].numpy()
+    call.routed = routed = routed_rows(call.context.layout, call.rank, words, blocks)
+    call.count("rows_received", routed.num_rows)
+    choose_format(call, routed.num_rows, int(routed.rows_per_expert.max()), auto=auto_format)
+    return routed
+
+
+def rows_sent_by(call: Call, src_rank: int) -> int:
+    """Payload rows that src_rank announced in its payload flag (its token count where slots are fixed)."""
+    return call.signals.info(FlagKind.PAYLOAD, src_rank) & INFO_ROWS_MASK
 
 
 def choose_format(call: Call, num_rows: int, max_rows_of_expert: int, *, auto: bool = False) -> None:
     """bf16 or fp8 as agreed; `auto` is the one local choice (small_m) and is announced in the return flags."""
-    deployment = call.rank_context.deployment
+    deployment = call.context.deployment
     wanted = deployment.combine_row_format
     if wanted is RowFormat.AUTO:
         skewed = (
@@ -109,24 +110,24 @@ def choose_format(call: Call, num_rows: int, max_rows_of_expert: int, *, auto: b
 
 def all_tiles(call: Call) -> list[Tile]:
     assert call.routed is not None
-    return tiles_of(call.routed.rows_per_expert.tolist(), call.rank_context.gemms.block_m)
+    return tiles_of(call.routed.rows_per_expert.tolist(), call.context.gemms.block_m)
 
 
 def intermediate_rows(call: Call, num_rows: int) -> torch.Tensor:
-    inter = call.rank_context.layout.bundle.shape.intermediate
-    return call.rank_context.scratch.get("intermediate", num_rows, inter + inter // MX_BLOCK, torch.uint8)
+    inter = call.shape.intermediate
+    return call.context.scratch.get("intermediate", num_rows, inter + inter // MX_BLOCK, torch.uint8)
 
 
 def result_rows(call: Call, num_rows: int) -> torch.Tensor:
     """[num_rows, result_bytes / 16] wide, private: result rows before they go back."""
-    width = call.rank_context.layout.result_bytes // WIDE.itemsize
-    return call.rank_context.scratch.get("results", num_rows, width, WIDE)
+    width = call.context.layout.result_bytes // WIDE.itemsize
+    return call.context.scratch.get("results", num_rows, width, WIDE)
 
 
 def load_rows(call: Call, payload_rows: Int64Array) -> torch.Tensor:
     """The received rows at `payload_rows`, decoded: float32 [m, hidden] in work space."""
-    codes = call.own_buffer.rows.index_select(0, torch.from_numpy(payload_rows)).view(torch.uint8)
-    return call.rank_context.gemms.decode(codes, call.rank_context.layout.bundle.shape.hidden)
+    codes = call.buffer.rows[call.rank].index_select(0, torch.from_numpy(payload_rows)).view(torch.uint8)
+    return call.context.gemms.decode(codes, call.shape.hidden)
 
 
 def gemm1_chunk(call: Call, chunk: Sequence[Tile], payload_rows: Int64Array, out_u8: torch.Tensor) -> None:
@@ -135,7 +136,7 @@ def gemm1_chunk(call: Call, chunk: Sequence[Tile], payload_rows: Int64Array, out
         call.at("tile")
     if call.layer.w1 is not None:
         base = chunk[0].start
-        call.rank_context.gemms.gemm1(call.layer, chunk, base, load_rows(call, payload_rows), out_u8)
+        call.context.gemms.gemm1(call.layer, chunk, base, load_rows(call, payload_rows), out_u8)
 
 
 def gemm2_chunk(
@@ -150,7 +151,7 @@ def gemm2_chunk(
     if call.layer.w2 is None:
         y = load_rows(call, payload_rows)
     else:
-        y = call.rank_context.gemms.gemm2(call.layer, chunk, chunk[0].start, h_u8)
+        y = call.context.gemms.gemm2(call.layer, chunk, chunk[0].start, h_u8)
     fp8 = call.owner_format is RowFormat.FP8
     encode_results(y, out_wide, torch.from_numpy(weights) if fp8 else None)
 
@@ -160,7 +161,7 @@ def gemm1_all(call: Call, tiles: Sequence[Tile]) -> None:
     routed = call.routed
     assert routed is not None
     h_u8 = intermediate_rows(call, routed.num_rows)
-    for chunk in call.rank_context.gemms.chunks(tiles):
+    for chunk in call.context.gemms.chunks(tiles):
         part = slice(chunk[0].start, chunk[-1].stop)
         gemm1_chunk(call, chunk, routed.payload_row[part], h_u8[part])
 
@@ -171,7 +172,7 @@ def gemm2_all(call: Call, tiles: Sequence[Tile]) -> torch.Tensor:
     assert routed is not None
     h_u8 = intermediate_rows(call, routed.num_rows)
     results = result_rows(call, routed.num_rows)
-    for chunk in call.rank_context.gemms.chunks(tiles):
+    for chunk in call.context.gemms.chunks(tiles):
         part = slice(chunk[0].start, chunk[-1].stop)
         gemm2_chunk(call, chunk, routed.payload_row[part], routed.weights[part], h_u8[part], results[part])
     return results
@@ -186,31 +187,27 @@ def begin_return(call: Call) -> None:
     call.signals.advance(Phase.RETURNED)
 
 
-def return_rows(
-    call: Call, src_rank: int, results: torch.Tensor, index: Int64Array, *, ring: bool = False
-) -> None:
-    """Write result rows [m] to their (token, slot) places at src_rank and post the return flag."""
-    if len(index):
-        call.buffer_of(src_rank).results.index_copy_(0, torch.from_numpy(index), results)
-        call.count_sent(src_rank, len(index) * call.rank_context.layout.result_bytes)
-    call.post(src_rank, FlagKind.RETURN, ring=ring)
-
-
 def return_all(call: Call, results: torch.Tensor) -> None:
-    """Send all computed rows back, source by source."""
-    assert call.routed is not None
+    """Write all computed rows to their (token, slot) places at their sources, and tell every source."""
+    routed = call.routed
+    assert routed is not None
     begin_return(call)
-    positions = call.routed.by_source(call.num_ranks)
-    for src_rank in call.peers_in_turn():
-        mine = positions[src_rank]
-        rows = results.index_select(0, torch.from_numpy(mine)) if len(mine) else results[:0]
-        return_rows(call, src_rank, rows, call.routed.result_index[mine])
+    where = (torch.from_numpy(routed.src_rank), torch.from_numpy(routed.result_index))
+    call.buffer.results.index_put_(where, results)
+    own = int(np.count_nonzero(routed.src_rank == call.rank))
+    call.bytes_sent += (routed.num_rows - own) * call.context.layout.result_bytes
+    for src_rank in call.peers_in_turn:
+        call.post(src_rank, FlagKind.RETURN)
     call.at("returned")
 
 
-def rows_sent_by(call: Call, src_rank: int) -> int:
-    """Payload rows that src_rank announced in its payload flag (its token count where slots are fixed)."""
-    return call.signals.info(FlagKind.PAYLOAD, src_rank) & INFO_ROWS_MASK
+def return_rows(call: Call, src_rank: int, results: torch.Tensor, index: Int64Array) -> None:
+    """Write one source's result rows [m] to their places, and ring for it."""
+    if len(index):
+        call.buffer.results[src_rank].index_copy_(0, torch.from_numpy(index), results)
+        if src_rank != call.rank:
+            call.bytes_sent += len(index) * call.context.layout.result_bytes
+    call.post(src_rank, FlagKind.RETURN, ring=True)
 
 
 def formats_of(return_infos: Sequence[int]) -> tuple[RowFormat, ...]:
@@ -218,9 +215,13 @@ def formats_of(return_infos: Sequence[int]) -> tuple[RowFormat, ...]:
     return tuple(RowFormat.FP8 if info & INFO_FP8 else RowFormat.BF16 for info in return_infos)
 
 
+def return_infos(call: Call) -> list[int]:
+    """Info bits of all return flags; zero bits where a flag is not there yet."""
+    return [call.signals.info(FlagKind.RETURN, rank) for rank in range(call.num_ranks)]
+
+
 def combine_all(call: Call) -> None:
     """Wait for every owner, then sum all tokens."""
     call.signals.wait(FlagKind.RETURN, range(call.num_ranks))
     call.at("combine")
-    infos = [call.signals.info(FlagKind.RETURN, rank) for rank in range(call.num_ranks)]
-    combine_tokens(call, formats_of(infos), None)
+    combine_tokens(call, formats_of(return_infos(call)), None)

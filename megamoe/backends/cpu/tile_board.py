@@ -34,14 +34,14 @@ class TileBoard:
         # Per tile of the plan: its expert, and which of the expert's rows it holds.
         self._expert = self._start = self._stop = self._ready = np.empty(0, dtype=np.int64)
         self._source_start: Int64Array = self.counts
-        self._plan()
+        self._plan_is_old = self._order_is_old = True
 
     def set_counts(self, src_rank: int, counts: npt.ArrayLike) -> None:
         """src_rank will bring counts[expert] rows."""
         self.counts[src_rank] = counts
         self._rows_left[src_rank] = self.counts[src_rank].sum()
         self.known[src_rank] = True
-        self._plan()
+        self._plan_is_old = True
 
     def set_arrived(self, src_rank: int, first_row: int) -> None:
         """src_rank's rows are here, expert after expert, from routed row first_row on."""
@@ -49,7 +49,7 @@ class TileBoard:
         self.arrived[src_rank] = True
         self._num_arrived += 1
         self._rank_of_arrival[src_rank] = self._num_arrived
-        self._order()
+        self._order_is_old = True
 
     def source_finished(self, src_rank: int) -> bool:
         """All rows of src_rank are computed (also true if it has none)."""
@@ -60,7 +60,14 @@ class TileBoard:
         return bool(self.arrived.all()) and not self._rows_left.any()
 
     def take(self, max_rows: int) -> Int64Array:
-        """Complete tiles that nobody took yet, earliest completed first, of about max_rows rows together."""
+        """Complete tiles that nobody took yet, earliest completed first, of about max_rows rows together.
+
+        Tile numbers hold until the next set_counts: give them back by set_done before.
+        """
+        if self._plan_is_old:
+            self._plan()
+        if self._order_is_old:
+            self._order()
         ready = self._ready
         if not len(ready):
             return ready
@@ -108,10 +115,11 @@ class TileBoard:
         first_tile = np.cumsum(num_tiles) - num_tiles
         self._start = (np.arange(len(self._expert)) - first_tile[self._expert]) * self.block_m
         self._stop = np.minimum(self._start + self.block_m, rows[self._expert])
-        self._order()
+        self._plan_is_old, self._order_is_old = False, True
 
     def _order(self) -> None:
         """Complete tiles, not yet done, by when their last source arrived, then by expert."""
+        self._order_is_old = False
         self._ready = np.empty(0, dtype=np.int64)
         if not len(self._expert):
             return
