@@ -8,6 +8,7 @@ malloc and thread settings before they start, and refuse ranks on different host
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,6 +102,21 @@ def refuse_many_hosts(ups: Sequence[RankUp]) -> None:
         raise ConfigError(
             f"all ranks must run on one host, since they share its memory, got {len(hosts)} hosts ({said})"
         )
+
+
+def cpus_per_rank(num_ranks: int, have: float, host: str, wanted: float) -> float:
+    """CPUs that a scheduler reserves for each rank: `wanted`, or with 0 an equal share of the host's, at most 1.
+
+    Raises ConfigError when the ranks do not fit on that one host.
+    """
+    # Ray counts CPUs in ten-thousandths; a share must be rounded down or eight of them do not fit.
+    cpus = wanted or min(1.0, math.floor(have / num_ranks * 1e4) / 1e4)
+    if cpus <= 0 or cpus * num_ranks > have + 1e-6:
+        raise ConfigError(
+            f"one host must have {num_ranks} x {cpus:g} CPUs (all ranks and the front share one host's memory; expert "
+            f"parallelism across hosts is not supported), got {have:g} on {host}"
+        )
+    return cpus
 
 
 def up_to_json(up: RankUp) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megamoe.errors import ConfigError, MegaMoeError, PeerTimeoutError, UnavailableError, must_be
 from service.config import ServiceConfig
 from service.info import Addresses
-from service.launcher import RankSpec, RankUp, rank_environment, refuse_many_hosts
+from service.launcher import RankSpec, RankUp, cpus_per_rank, rank_environment, refuse_many_hosts
 from service.rank_process import RankProcess
 
 _PLACE_TIMEOUT_S = 60.0
@@ -112,13 +111,7 @@ class RayLauncher:
         here_id = ray.get_runtime_context().get_node_id()
         here = next(node for node in ray.nodes() if node["NodeID"] == here_id)
         name, have = here["NodeManagerHostname"], here["Resources"].get("CPU", 0.0)
-        # Ray counts CPUs in ten-thousandths; a share must be rounded down or eight of them do not fit.
-        cpus = config.rank_cpus or min(1.0, math.floor(have / num_ranks * 1e4) / 1e4)
-        if cpus <= 0 or cpus * num_ranks > have + 1e-6:
-            raise ConfigError(
-                f"this host must have {num_ranks} x {cpus:g} CPUs (all ranks and the front share one host's "
-                f"memory; expert parallelism across hosts is not supported), got {have:g} on {name}"
-            )
+        cpus = cpus_per_rank(num_ranks, have, name, config.rank_cpus)
         on_this_host = {f"node:{here['NodeManagerAddress']}": 0.001}
         group = placement_group([{"CPU": cpus, **on_this_host}] * num_ranks, strategy="STRICT_PACK")
         if not group.wait(_PLACE_TIMEOUT_S):

@@ -54,20 +54,6 @@ def test_a_signal_during_start_stops_it_cleanly() -> None:
     assert not {p for p in before if p.exists() and f"{service.process.pid}" in p.name}
 
 
-def test_a_taken_port_is_refused_with_its_name(running_service: ServiceProcess) -> None:
-    port = running_service.front.split(":")[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "serve", "--launcher=local", f"--port={port}", "--http-port=0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert f"port 127.0.0.1:{port} must be free to listen on" in done.stderr
-
-
 @pytest.fixture(scope="module")
 def breakable() -> Iterator[ServiceProcess]:
     """A service of its own: these tests kill parts of it."""

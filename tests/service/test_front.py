@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 import torch
 
 from megamoe import PathPolicy, Phase
-from megamoe.errors import InvalidArgumentError
+from megamoe.errors import ConfigError, InvalidArgumentError
 from service import wire
 from service.config import load_config
 from service.front import Front, read_job
@@ -76,3 +77,16 @@ def test_http_answers() -> None:
     state.draining = True
     assert front.http_answer("/readyz/")[::2] == (503, b"draining\n")
     assert front.http_answer("/metrics")[0] == 404
+
+
+async def test_taken_ports_are_refused_by_name() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, other in (("port", "http_port"), ("http_port", "port")):
+            config = load_config(overrides={name: port, other: 0}, env=False)
+            front = Front(config, State(generation=1, policy=PathPolicy.of(config.deployment)))
+            with pytest.raises(ConfigError, match=f"{name} 127.0.0.1:{port} must be free to listen on"):
+                await front.start()
+            await front.stop()
