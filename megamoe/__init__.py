@@ -4,7 +4,7 @@ See CONTRIBUTING.md for the map of the house.
 """
 
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
-from megamoe.bench import BenchConfig, BenchResult, bench_deployment, run_bench
+from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
 from megamoe.bundle import (
     Bundle,
     Deployment,
@@ -57,6 +57,7 @@ __all__ = [
     "bench_deployment",
     "choose_path",
     "fence",
+    "format_results",
     "is_fall_off",
     "load_layer",
     "plan_bundle",

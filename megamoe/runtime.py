@@ -7,6 +7,7 @@ numbers alone, so a refused, timed-out or skipped call needs no repair: the next
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -22,6 +23,7 @@ from megamoe.errors import (
     must_be,
 )
 from megamoe.path import PathPolicy, SubStep, choose_path
+from megamoe.selftest import ExpertRows, check_expert
 from megamoe.step import StepPlan
 from megamoe.weights import LayerWeights, check_binding
 
@@ -69,10 +71,19 @@ class Runtime:
 
     # ------------------------------------------------------------------------------------- weights, policies
 
-    def bind_layer(self, slot_idx: int, weights: LayerWeights) -> None:
-        """Bind this rank's experts of a layer to its protocol slot. Raises BindingError; then nothing changed."""
-        checked = check_binding(weights, self.bundle.shape, slot_idx=slot_idx, num_slots=self.num_slots)
-        self.backend.bind(slot_idx, checked)
+    def bind_layer(self, slot_idx: int, weights: LayerWeights, *, self_check: bool = True) -> None:
+        """Bind this rank's experts of a layer to its protocol slot. Raises BindingError; then nothing changed.
+
+        self_check: run one expert in the backend's layout against the oracle before the binding takes effect.
+        """
+        shape = self.bundle.shape
+        checked = check_binding(weights, shape, slot_idx=slot_idx, num_slots=self.num_slots)
+        self.backend.bind(
+            slot_idx, checked, partial(self._check_expert, slot_idx, checked) if self_check else None
+        )
+
+    def _check_expert(self, slot_idx: int, weights: LayerWeights, expert_rows: ExpertRows) -> None:
+        check_expert(weights, self.bundle.shape, expert_rows, slot_idx=slot_idx)
 
     def bind_identity(self, slot_idx: int) -> None:
         """Bind identity experts, which give a row back as it came: transport without the GEMMs, for tests."""

@@ -49,8 +49,18 @@ class Launch:
 class Backend(Protocol):
     """One rank of a device group. Opened by `open_backend`; not thread-safe: one thread owns it."""
 
-    def bind(self, slot_idx: int, weights: LayerWeights) -> None:
-        """Bind checked weights to a protocol slot; either everything changes or nothing."""
+    def bind(
+        self,
+        slot_idx: int,
+        weights: LayerWeights,
+        check: Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None] | None = None,
+    ) -> None:
+        """Bind checked weights to a protocol slot; either everything changes or nothing.
+
+        check: called, before anything changes, with a function that runs one expert of the new weights alone
+        (local expert, rows [m, hidden] bf16 on the host -> its answer [m, hidden] there). What it raises, bind
+        raises.
+        """
 
     def bind_identity(self, slot_idx: int) -> None:
         """Bind experts that give a row back as it came: both GEMMs are bypassed, transport and combine are not."""

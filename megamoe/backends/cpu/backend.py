@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from megamoe.backends import Launch
@@ -59,10 +62,18 @@ class CpuBackend:
 
     # ------------------------------------------------------------------------------------------- binding
 
-    def bind(self, slot_idx: int, weights: LayerWeights) -> None:
-        """Dequantize this rank's experts to fp32 and swap them in; nothing changes if that fails."""
+    def bind(
+        self,
+        slot_idx: int,
+        weights: LayerWeights,
+        check: Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None] | None = None,
+    ) -> None:
+        """Dequantize this rank's experts to fp32, let `check` look at one, and swap them in."""
         self._check_slot(slot_idx)
-        self._layers[slot_idx] = dequantized(weights)
+        layer = dequantized(weights)
+        if check is not None:
+            check(partial(self.context.gemms.expert_rows, layer))
+        self._layers[slot_idx] = layer
 
     def bind_identity(self, slot_idx: int) -> None:
         """Experts that give a row back as it came: both GEMMs are bypassed, transport and combine are not."""
@@ -79,12 +90,12 @@ class CpuBackend:
         return _PATHS[path].STAGES
 
     def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
-        layer = self._layers[launch.slot_idx]
-        if layer is None:
-            raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
         signals = self.context.signals
         self._launch = launch
         signals.enter(launch.slot_idx, launch.epoch, launch.buffer_idx, launch.deadline_s)
+        layer = self._layers[launch.slot_idx]
+        if layer is None:
+            raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
         self.context.gemms.padded_rows = 0
         self._call = Call(self.context, launch, layer, batch, out, self.hook)
         self._path = _PATHS[launch.sub_step.path](self._call)

@@ -161,6 +161,16 @@ class ExpertGemms:
         self._matmuls(layer.w2, tiles, base, h, y)
         return y
 
+    def expert_rows(self, layer: BoundLayer, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """One expert alone: rows [m, hidden] bf16 -> its answer [m, hidden] float32, in work space."""
+        m, hidden, inter = rows.shape[0], self.shape.hidden, self.shape.intermediate
+        codes = torch.empty((m, hidden + hidden // MX_BLOCK), dtype=torch.uint8)
+        mx.quantize_mxfp8_into(codes[:, :hidden], codes[:, hidden:], rows)
+        inner = torch.empty((m, inter + inter // MX_BLOCK), dtype=torch.uint8)
+        tiles = [Tile(expert, start, min(start + self.block_m, m)) for start in range(0, m, self.block_m)]
+        self.gemm1(layer, tiles, 0, self.decode(codes, hidden), inner)
+        return self.gemm2(layer, tiles, 0, inner)
+
     def _matmuls(
         self, weights: Sequence[Matrix], tiles: Sequence[Tile], base: int, x: torch.Tensor, out: torch.Tensor
     ) -> None:
