@@ -210,6 +210,20 @@ def test_non_finite_rows_stay_alone(poison: str) -> None:
             assert bool(rows[bad].isnan().any(1).all())
 
 
+@pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
+def test_slots_without_expert_do_not_read_what_an_older_call_left(row_format: RowFormat) -> None:
+    """Calls full of NaN on both buffers, then -1 slots where their rows came back."""
+    sparse = Case(Path.COMPACT, UNEVEN, no_expert_share=0.5)
+    dirty = replace(sparse, no_expert_share=0.0, poison="nan")
+    runs = [case.on(path) for path in Path for case in (sparse, dirty, dirty, sparse, sparse)]
+    answers = run_cases(runs, combine_row_format=row_format)
+    for case, got in zip(runs, answers, strict=True):
+        if case.on(Path.COMPACT) == sparse:
+            assert torch.equal(whole_output(got), whole_output(answers[0]))
+    want = quantized_moe(whole_batch(sparse, SHAPE), all_weights(SHAPE), SHAPE, row_format)
+    assert relative_l2(whole_output(answers[0]), want) <= QUANTIZED_REL_L2
+
+
 def test_batch_invariant_rows_do_not_depend_on_their_mates() -> None:
     """The same rows alone, among few and among many: equal bits on every path, at the cost of padding."""
     many = Case(Path.COMPACT, UNEVEN)
