@@ -185,16 +185,14 @@ class IntentTable:
             mark |= _HAS_COUNTS if counts is not None else 0
             key = _Key(self._rank, entry_idx, serial, plan_id.step_id, mark)
             self._write(intent, load, key)
-            failed = self._error(micro_batch_idx, theirs.values())
-            failed = failed or self._passed(serial, plan_id, {**theirs, self._rank: key}) or refused
-            if failed is not None:
-                self._set_error(micro_batch_idx, key, failed)
+            if refused is not None:
+                self._set_error(micro_batch_idx, key, refused)
                 key = key._replace(mark=mark | _FAILED)
             self._write_key(micro_batch_idx, key)
             board.highest_step = max(board.highest_step, plan_id.step_id)
             board.bump_intents(micro_batch_idx)
         missing = [rank for rank in others if rank not in theirs]
-        if failed is not None or not missing:
+        if refused is not None or not missing:
             board.ring(others)
         elif counts is not None:
             # Ranks that nobody calls must bring their entry themselves. The others come when they are called.

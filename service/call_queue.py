@@ -205,7 +205,6 @@ class CallQueue:
         if conflict is not None:
             return self._join_refused(slot, conflict, call)
         if not plan.plan.total_rows:
-            self._wake_followers(plan)
             plan.last_layer_idx = call.call_id.layer_idx
             self._done(call, self._empty(call))
             return None, False

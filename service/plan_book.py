@@ -352,11 +352,7 @@ class PlanBook:
             following = PlanState(
                 self._lease.serial, plan_id, self.step_timeout_s, request, counts, called=False
             )
-        if following is None:
-            return None
-        step_id = following.plan_id.step_id
-        earlier = any(plan.plan_id.step_id < step_id for plan in micro_batch.unsettled)
-        return None if earlier else following
+        return following
 
     def _post(self, micro_batch: _MicroBatch, plan: PlanState, now: float) -> bool:
         request = plan.request

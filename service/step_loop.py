@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 """How long a loop sleeps when nothing is due: only a guard, everything that matters rings."""
-_STAND_IN_S = 0.25
+STAND_IN_S = 0.25
 """The same for the stand-in: the latest moment at which a plan times out during a layer call."""
 
 
@@ -456,4 +456,4 @@ class StepLoop:
                 except Exception as error:
                     self._fail(error)
                     return
-            self._control.wait_while(seen, _STAND_IN_S)
+            self._control.wait_while(seen, STAND_IN_S)

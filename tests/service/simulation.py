@@ -31,7 +31,7 @@ from service.board import Board
 from service.call_queue import Work
 from service.messages import ErrorReply, LayerReply, LeaseReply, LeaseRequest, Reply, Request
 from service.ring import RingConsumer, RingProducer, RingSpec, Ticket
-from service.step_loop import LoopSettings, RankState
+from service.step_loop import STAND_IN_S, LoopSettings, RankState
 
 NUM_LAYERS = 4
 
@@ -75,6 +75,9 @@ class Group:
     outcomes: dict[int, set[int]] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    heard: dict[int, int] = field(default_factory=dict)
+    heard_control: dict[int, int] = field(default_factory=dict)
+    asleep_until: dict[int, float] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -125,17 +128,28 @@ class Group:
     # ------------------------------------------------------------------------------ ranks
 
     def turn(self, rank: int) -> bool:
-        """One turn of a rank's threads. True if it began or ended a layer call."""
-        state = self.states[rank]
+        """One turn of a rank's threads, if a bell or the clock wakes them. True if it began or ended a layer call."""
+        state, board = self.states[rank], self.boards[rank]
+        doorbell, control = (board.segment.word(at).load() for at in board.doorbell(rank))
+        if rank in self.inside:
+            if control != self.heard_control.get(rank) or self.now >= self.asleep_until[rank]:
+                self.heard_control[rank] = control
+                self.asleep_until[rank] = self.now + STAND_IN_S
+                state.turn()
+            return self._try_end(rank)
+        if doorbell == self.heard.get(rank) and self.now < self.asleep_until[rank]:
+            return False
+        self.heard[rank] = doorbell
         state.turn()
         for record, policy in state.to_stage:
             state.staged(record, policy)
         state.to_stage.clear()
-        if rank in self.inside:
-            return self._try_end(rank)
         work = state.next_work()
         if work is None:
+            self.asleep_until[rank] = self.now + state.idle_s()
             return False
+        self.heard_control[rank] = control
+        self.asleep_until[rank] = self.now + STAND_IN_S
         plan = work.plan.plan
         assert plan is not None
         assert plan.total_rows, "a step without rows is never launched"
@@ -190,6 +204,7 @@ class Group:
 
     def _finish(self, rank: int, work: Work, result: MoeOutput | Exception) -> None:
         del self.inside[rank]
+        del self.heard[rank]  # its device thread looks around before it sleeps
         self.boards[rank].set_busy(rank, False)
         self.states[rank].finish(work, result, 0.0, 1.0)
 
@@ -244,7 +259,9 @@ def simulated_group(
     for rank, board in enumerate(boards):
         consumer = RingConsumer.create(group_name, rank, 0, spec)
         group.consumers.append(consumer)
-        group.producers.append(RingProducer.attach(group_name, rank, 0, lambda control: None, timeout_s=1.0))
+        group.producers.append(
+            RingProducer.attach(group_name, rank, 0, board.producer_bell(rank, 0), timeout_s=1.0)
+        )
         group.states.append(
             RankState(
                 board,

@@ -654,7 +654,13 @@ def test_a_group_that_is_down_says_so_to_everything(tier: Tier) -> None:
     assert {group.poll(one) for one in sent} == {ErrorReply(code="unavailable", message="rank 2 died")}
     _, requests = tier.intents()
     one_error(group.ask_all(requests), "unavailable", "rank 2 died")
-    one_error(tier.layer(plan), "unavailable", "rank 2 died")
+    late = {rank: group.send(rank, call) for rank, call in tier.calls(plan).items()}
+    group.now += 0.3
+    group.settle()
+    one_error({rank: group.poll(one) for rank, one in late.items()}, "unavailable", "rank 2 died")  # type: ignore[misc]
+    assert sorted(group.inside) == [0, 1, 3]
+    group.time_out()
+    assert not group.inside, "what they were inside of was answered already"
 
 
 def test_progress_is_marked_by_ranks_that_make_it(tier: Tier) -> None:
