@@ -17,7 +17,9 @@ from megamoe.backends.hopper.wgmma_loop import BLOCK_ROWS, GROUP_BYTES
 
 
 @gluon.jit
-def store_rows(y, row_address, row_weight, first_row, rows, first_feature, HIDDEN: gl.constexpr, FP8: gl.constexpr):
+def store_rows(
+    y, row_address, row_weight, first_row, rows, first_feature, HIDDEN: gl.constexpr, FP8: gl.constexpr
+):
     """y [tokens, 128] fp32 -> result rows: bf16, or weighted and MXFP8 (codes, then scales from byte HIDDEN on)."""
     layout: gl.constexpr = y.type.layout
     num_tokens: gl.constexpr = y.type.shape[0]

@@ -43,7 +43,12 @@ FENCE: gl.constexpr = gl.constexpr("bar.warp.sync 0xffffffff;\nmov.u32 $0, 0;")
 def load_words(address):
     """4 words of one half of a tile."""
     return gl.inline_asm_elementwise(
-        LOAD4_STREAM, LOAD4_ARGS, [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
+        LOAD4_STREAM,
+        LOAD4_ARGS,
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -51,7 +56,12 @@ def load_words(address):
 def load_tokens(address):
     """4 token registers: 8 of K of one token."""
     return gl.inline_asm_elementwise(
-        LOAD4_KEEP, LOAD4_ARGS, [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
+        LOAD4_KEEP,
+        LOAD4_ARGS,
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -161,7 +171,9 @@ def multiply(
                 )
                 new_words = new_words + load_words(following + (tile * 1024 + half * 512))
                 if BLOCKS == 2 and tile % 2 == 1 and not (half == 1 and tile == TILES - 1):
-                    gl.inline_asm_elementwise(FENCE, "=r,r", [lane + step], dtype=gl.int32, is_pure=False, pack=1)
+                    gl.inline_asm_elementwise(
+                        FENCE, "=r,r", [lane + step], dtype=gl.int32, is_pure=False, pack=1
+                    )
             acc = new_acc
         words = new_words
         scales = load_scales(following, lane)
@@ -190,7 +202,9 @@ def half_rows(acc, part: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr
     if BLOCKS == 2:
         x = gl.join(x, _half_rows(acc, 1, part, BLOCKS))
     groups: gl.constexpr = WARPS // ROW_HALVES
-    x = gl.reshape(x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, BLOCKS])  # K group, row half, g, t, token, tile, tile, block
+    x = gl.reshape(
+        x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, BLOCKS]
+    )  # K group, row half, g, t, token, tile, tile, block
     x = gl.permute(x, [0, 7, 3, 4, 1, 6, 5, 2])
     return gl.reshape(x, [groups, 8 * BLOCKS, ROW_HALVES * 32])
 

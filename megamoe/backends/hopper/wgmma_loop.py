@@ -51,7 +51,12 @@ def _load_chunk(words_at, scales_at):
         LOAD4, LOAD4_ARGS, [words_at], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
     )
     high = gl.inline_asm_elementwise(
-        LOAD4, LOAD4_ARGS, [words_at + 512], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
+        LOAD4,
+        LOAD4_ARGS,
+        [words_at + 512],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
     )
     scale = gl.inline_asm_elementwise(
         LOAD_SCALES, LOAD_SCALES_ARGS, [scales_at], dtype=gl.int32, is_pure=False, pack=1
@@ -176,7 +181,13 @@ def multiply(
                 column = gl.where(beyond, ahead - num_stages, ahead) * tokens.block_shape[1]
                 behind = gl.where(slot == 0, STAGES - 1, slot - 1)
                 fill(
-                    tokens, memory, bars, behind, gl.where(beyond, next_row, row), column, (beyond == 0) | more
+                    tokens,
+                    memory,
+                    bars,
+                    behind,
+                    gl.where(beyond, next_row, row),
+                    column,
+                    (beyond == 0) | more,
                 )
             odd = _decode_half(chunks[i], 1, operand)
             acc = warpgroup_mma(
