@@ -33,11 +33,11 @@ def return_info(control, FP8: tl.constexpr):
     return info
 
 
-@triton.jit
-def post_return_kernel(control, bases, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, FP8: tl.constexpr):
+@triton.jit(do_not_specialize=["own_rank"])
+def post_return_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr, FP8: tl.constexpr):
     """The return flags alone, for where ranks take turns on one thread of execution."""
     if tl.load(control + FAILED, volatile=True) == 0:
-        flags.post(control, bases, flags.RETURN_FLAG, return_info(control, FP8), RANK, NUM_RANKS)
+        flags.post(control, bases, flags.RETURN_FLAG, return_info(control, FP8), own_rank, NUM_RANKS)
 
 
 @triton.jit
@@ -52,17 +52,17 @@ def _load_result(row, column, inside, FP8: tl.constexpr, HIDDEN: tl.constexpr, B
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_rank"])
 def combine_kernel(
     control, bases,
-    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
+    own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     HIDDEN: tl.constexpr, RESULT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (token, BLOCK columns). FP8: owners of this deployment send weighted FP8 rows."""
     if POST:
         if (tl.program_id(0) == 0) & (tl.load(control + FAILED, volatile=True) == 0):
-            flags.post(control, bases, flags.RETURN_FLAG, return_info(control, FP8), RANK, NUM_RANKS)
-    ok, words = flags.wait(control, bases, flags.RETURN_FLAG, (1 << NUM_RANKS) - 1, RANK, NUM_RANKS)
+            flags.post(control, bases, flags.RETURN_FLAG, return_info(control, FP8), own_rank, NUM_RANKS)
+    ok, words = flags.wait(control, bases, flags.RETURN_FLAG, (1 << NUM_RANKS) - 1, own_rank, NUM_RANKS)
     if not ok:
         return
     info = (words >> 32) & 0x7FFFFFFF
@@ -76,11 +76,11 @@ def combine_kernel(
     ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
     weights = tl.load(control + WEIGHTS_PTR).to(tl.pointer_type(tl.float32))
     out = tl.load(control + OUT_PTR).to(tl.pointer_type(tl.bfloat16))
-    results = (tl.load(bases + RANK) + tl.load(control + COMBINE_OFFSET)).to(tl.pointer_type(tl.uint8))
+    results = (tl.load(bases + own_rank) + tl.load(control + COMBINE_OFFSET)).to(tl.pointer_type(tl.uint8))
     PIECES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     num_rows = tl.load(control + NUM_ROWS).to(tl.int32)
     for item in range(tl.program_id(0), num_rows * PIECES, tl.num_programs(0)):
-        token = (item // PIECES).to(tl.int64)
+        token = tl.full((), 0, tl.int64) + item // PIECES
         column = item % PIECES * BLOCK + tl.arange(0, BLOCK)
         inside = column < HIDDEN
         total = tl.zeros([BLOCK], tl.float32)

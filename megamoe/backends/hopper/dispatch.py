@@ -29,9 +29,9 @@ DROPPED_SLOTS = tl.constexpr(int(Word.DROPPED_SLOTS))
 
 
 @triton.jit
-def count_table(control, bases, RANK: tl.constexpr, NUM_RANKS: tl.constexpr, COUNTS_WORDS: tl.constexpr):
+def count_table(control, bases, own_rank, NUM_RANKS: tl.constexpr, COUNTS_WORDS: tl.constexpr):
     """[source, destination] int32 rows, as all ranks told this one."""
-    own = (tl.load(bases + RANK) + tl.load(control + COUNTS_OFFSET)).to(tl.pointer_type(tl.int32))
+    own = (tl.load(bases + own_rank) + tl.load(control + COUNTS_OFFSET)).to(tl.pointer_type(tl.int32))
     rank = tl.arange(0, NUM_RANKS)
     return tl.load(own + rank[:, None] * COUNTS_WORDS + rank[None, :])
 
@@ -85,10 +85,10 @@ def _store_meta(
     tl.store(address.to(tl.pointer_type(tl.int32)) + word, value, mask=word < META_WORDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_rank"])
 def dispatch_kernel(
     control, bases, token_index, ticket,
-    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
+    own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, META_WORDS: tl.constexpr, META_BLOCK: tl.constexpr,
     COUNTS_WORDS: tl.constexpr, BLOCK: tl.constexpr, COMPACT: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
@@ -99,12 +99,12 @@ def dispatch_kernel(
     rank = tl.arange(0, NUM_RANKS)
     ok = True
     if COMPACT:
-        ok, _ = flags.wait(control, bases, flags.COUNTS_FLAG, (1 << NUM_RANKS) - 1, RANK, NUM_RANKS)
-        table = count_table(control, bases, RANK, NUM_RANKS, COUNTS_WORDS)
-        first_slot = tl.sum(tl.where(rank[:, None] < RANK, table, 0), axis=0)
-        info = tl.sum(tl.where(rank[:, None] == RANK, table, 0), axis=0).to(tl.int64)
+        ok, _ = flags.wait(control, bases, flags.COUNTS_FLAG, (1 << NUM_RANKS) - 1, own_rank, NUM_RANKS)
+        table = count_table(control, bases, own_rank, NUM_RANKS, COUNTS_WORDS)
+        first_slot = tl.sum(tl.where(rank[:, None] < own_rank, table, 0), axis=0)
+        info = tl.sum(tl.where(rank[:, None] == own_rank, table, 0), axis=0).to(tl.int64)
     else:
-        first_slot = RANK * tl.load(control + CAPACITY).to(tl.int32) + tl.zeros([NUM_RANKS], tl.int32)
+        first_slot = own_rank * tl.load(control + CAPACITY).to(tl.int32) + tl.zeros([NUM_RANKS], tl.int32)
         info = tl.load(control + NUM_ROWS)
     if not ok:
         return
@@ -137,7 +137,7 @@ def dispatch_kernel(
                 _store_meta(
                     meta, ids, weights, token, dst, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, META_BLOCK
                 )
-                if dst != RANK:
+                if dst != own_rank:
                     sent += mine * ROW_BYTES + META_WORDS * 4
         if piece == 0:
             tl.atomic_add(control + BYTES_SENT, sent.to(tl.int64), sem="relaxed")
@@ -146,4 +146,4 @@ def dispatch_kernel(
     finished = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu")
     if finished == tl.num_programs(0) - 1:
         tl.store(ticket, 0)
-        flags.post(control, bases, flags.PAYLOAD_FLAG, info | tl.load(control + INFO), RANK, NUM_RANKS)
+        flags.post(control, bases, flags.PAYLOAD_FLAG, info | tl.load(control + INFO), own_rank, NUM_RANKS)

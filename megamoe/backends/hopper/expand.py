@@ -19,13 +19,14 @@ from megamoe.backends.hopper.record import Word
 ROWS_OFFSET = tl.constexpr(int(Word.ROWS_OFFSET))
 ROWS = tl.constexpr(plan.BLOCK_ROWS)
 NUM_BLOCKS = tl.constexpr(plan.Counter.NUM_BLOCKS)
-PIECE = tl.constexpr(512)
-"""Columns that a thread block expands at a time: four chunks."""
-CHUNK_ELEMENTS = tl.constexpr(plan.BLOCK_ROWS * 128)
+EXPAND_COLUMNS = 512
+"""Columns that a thread block expands at a time (PIECE in kernels): four chunks."""
 
 
 @triton.jit
-def load_rows(payload, slots, inside_row, column, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr):
+def load_rows(
+    payload, slots, inside_row, column, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, PIECE: tl.constexpr
+):
     """fp32 [ROWS, PIECE] of the payload rows in `slots`, zero past the row's end."""
     base = payload + slots.to(tl.int64)[:, None] * ROW_BYTES
     codes = tl.load(base + column[None, :], mask=inside_row[:, None] & (column < HIDDEN)[None, :], other=0)
@@ -35,13 +36,14 @@ def load_rows(payload, slots, inside_row, column, HIDDEN: tl.constexpr, ROW_BYTE
     return dequantize(codes, scales, ROWS, PIECE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_rank"])
 def expand_kernel(
     control, bases, image, row_slot, block_info, work,
-    RANK: tl.constexpr, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, COLUMNS: tl.constexpr,
+    own_rank, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, COLUMNS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (16 rows, PIECE columns). image: bf16 [padded rows, COLUMNS]."""
-    payload = (tl.load(bases + RANK) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
+    payload = (tl.load(bases + own_rank) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
     num_items = tl.load(work + NUM_BLOCKS) * (COLUMNS // PIECE)
     row = tl.arange(0, ROWS)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -50,19 +52,16 @@ def expand_kernel(
         info = tl.load(block_info + block)
         inside = row < (info & 0xFF)
         slots = tl.load(row_slot + block * ROWS + row, mask=inside, other=0)
-        value = load_rows(payload, slots, inside, first + tl.arange(0, PIECE), HIDDEN, ROW_BYTES).to(
-            tl.bfloat16
-        )
+        column = first + tl.arange(0, PIECE)
+        value = load_rows(payload, slots, inside, column, HIDDEN, ROW_BYTES, PIECE).to(tl.bfloat16)
         out = image + block.to(tl.int64) * (ROWS * COLUMNS)
         if info >= STREAM_FLAG:
-            # [8-row half, g, chunk, t, piece of 8, k] -> chunk, half, piece, g, t, k
-            value = tl.reshape(value, [2, 8, 4, 4, 4, 8])
-            value = tl.reshape(tl.permute(value, [2, 0, 4, 1, 3, 5]), [ROWS * PIECE])
-            place = first // 128 * CHUNK_ELEMENTS + tl.arange(0, ROWS * PIECE)
-            tl.store(out + place, value)
+            # rows: half, g; columns: chunk, t, piece of 8, k -> chunk, half, piece, g, t, k
+            split = tl.reshape(value, [2, 8, PIECE // 128, 4, 4, 8])
+            streamed = tl.reshape(tl.permute(split, [2, 0, 4, 1, 3, 5]), [ROWS * PIECE])
+            tl.store(out + first * ROWS + tl.arange(0, ROWS * PIECE), streamed)
         else:
             # columns: chunk, t, step j, i, lo -> chunk, j, i, t, lo
-            value = tl.reshape(value, [ROWS, 4, 4, 8, 2, 2])
-            value = tl.reshape(tl.permute(value, [0, 1, 3, 4, 2, 5]), [ROWS, PIECE])
-            column = first + tl.arange(0, PIECE)
-            tl.store(out + row[:, None] * COLUMNS + column[None, :], value, mask=inside[:, None])
+            steps = tl.reshape(value, [ROWS, PIECE // 128, 4, 8, 2, 2])
+            permuted = tl.reshape(tl.permute(steps, [0, 1, 3, 4, 2, 5]), [ROWS, PIECE])
+            tl.store(out + row[:, None] * COLUMNS + column[None, :], permuted, mask=inside[:, None])

@@ -62,32 +62,32 @@ def flag_line(control, kind):
 
 
 @triton.jit
-def post(control, bases, kind, info, RANK: tl.constexpr, NUM_RANKS: tl.constexpr):
+def post(control, bases, kind, info, own_rank, NUM_RANKS: tl.constexpr):
     """Set this rank's flag of a kind at every rank. info: [NUM_RANKS] or scalar int64; what was written before by
     this thread block, or by blocks that it has acquired from, is visible to whoever sees the flag."""
     dst = tl.arange(0, NUM_RANKS)
-    address = tl.load(bases + dst) + flag_line(control, kind) + 8 * RANK
+    address = tl.load(bases + dst) + flag_line(control, kind) + 8 * own_rank
     value = tl.load(control + EPOCH) | ((info | POSTED_BIT) << 32)
     tl.debug_barrier()
     tl.atomic_xchg(word64(address), value + tl.zeros([NUM_RANKS], tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def _abort(control, bases, missing, RANK: tl.constexpr, NUM_RANKS: tl.constexpr):
+def _abort(control, bases, missing, own_rank, NUM_RANKS: tl.constexpr):
     dst = tl.arange(0, NUM_RANKS)
-    address = tl.load(bases + dst) + tl.load(control + ABORTS_OFFSET) + 8 * RANK
+    address = tl.load(bases + dst) + tl.load(control + ABORTS_OFFSET) + 8 * own_rank
     value = tl.load(control + EPOCH) | ((missing | POSTED_BIT) << 32)
     tl.atomic_xchg(word64(address), value + tl.zeros([NUM_RANKS], tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def wait(control, bases, kind, needed, RANK: tl.constexpr, NUM_RANKS: tl.constexpr):
+def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
     """Wait for the flags of the ranks in the mask `needed`. Returns (all came, words [NUM_RANKS] int64).
 
     On a timeout, or when a peer gave this launch up, status words say who is missing and the result is False.
     """
     src = tl.arange(0, NUM_RANKS)
-    own = tl.load(bases + RANK)
+    own = tl.load(bases + own_rank)
     line = word64(own + flag_line(control, kind) + 8 * src)
     aborts = word64(own + tl.load(control + ABORTS_OFFSET) + 8 * src)
     epoch = tl.load(control + EPOCH)
@@ -113,7 +113,7 @@ def wait(control, bases, kind, needed, RANK: tl.constexpr, NUM_RANKS: tl.constex
         tl.store(control + FAILED, 1)
     elif lacking != 0:
         first = tl.min(tl.where(((lacking >> src) & 1) == 1, src, NUM_RANKS))
-        _abort(control, bases, lacking.to(tl.int64), RANK, NUM_RANKS)
+        _abort(control, bases, lacking.to(tl.int64), own_rank, NUM_RANKS)
         tl.store(control + MISSING, lacking.to(tl.int64))
         tl.store(control + FAILED_KIND, kind)
         tl.store(control + FAILED_SRC, first)

@@ -21,8 +21,9 @@ FEATURES: gl.constexpr = gl.constexpr(64)
 @gluon.jit
 def swiglu(gate, up, limit):
     """act(min(gate, limit)) * clamp(up, -limit, limit); limit is infinite where there is none."""
-    gate = gl.minimum(gate, limit)
-    up = gl.maximum(gl.minimum(up, limit), 0.0 - limit)
+    # Comparisons, not minimum and maximum: those would turn a NaN into the limit.
+    gate = gl.where(gate > limit, limit, gate)
+    up = gl.where(up > limit, limit, gl.where(up < 0.0 - limit, 0.0 - limit, up))
     return gate / (1.0 + gl.exp(0.0 - gate)) * up
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper.expand import NUM_BLOCKS, PIECE, ROWS, ROWS_OFFSET, load_rows
+from megamoe.backends.hopper.expand import NUM_BLOCKS, ROWS, ROWS_OFFSET, load_rows
 from megamoe.backends.hopper.quantize import quantize
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_rank"])
 def identity_kernel(
     control, bases, row_slot, row_address, row_weight, block_info, work,
-    RANK: tl.constexpr, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, FP8: tl.constexpr,
+    own_rank, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, FP8: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (16 rows, PIECE columns): payload rows -> result rows at their sources."""
-    payload = (tl.load(bases + RANK) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
+    payload = (tl.load(bases + own_rank) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
     PIECES: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
     num_items = tl.load(work + NUM_BLOCKS) * PIECES
     row = tl.arange(0, ROWS)
@@ -24,7 +25,7 @@ def identity_kernel(
         column = item % PIECES * PIECE + tl.arange(0, PIECE)
         inside = row < (tl.load(block_info + block) & 0xFF)
         slots = tl.load(row_slot + block * ROWS + row, mask=inside, other=0)
-        value = load_rows(payload, slots, inside, column, HIDDEN, ROW_BYTES)
+        value = load_rows(payload, slots, inside, column, HIDDEN, ROW_BYTES, PIECE)
         address = tl.load(row_address + block * ROWS + row, mask=inside, other=0)
         mask = inside[:, None] & (column < HIDDEN)[None, :]
         if FP8:

@@ -55,11 +55,11 @@ def _write_entries(entries, expert, first, unit, size, count, number):
         tl.store(where + 3, tl.zeros([128], tl.int32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_rank"])
 def index_kernel(
     control, bases, row_slot, row_address, row_weight, block_info, work,
     stream_offset, tiled_offset,
-    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
+    own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     META_WORDS: tl.constexpr, COUNTS_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
     COMPACT: tl.constexpr, STREAM_MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
@@ -70,19 +70,19 @@ def index_kernel(
     rank = tl.arange(0, NUM_RANKS)
     agreed = tl.load(control + ROWS_PER_RANK + rank)
     needed = tl.sum(tl.where((agreed > 0) | COMPACT, 1 << rank, 0))
-    ok, words = flags.wait(control, bases, flags.PAYLOAD_FLAG, needed, RANK, NUM_RANKS)
+    ok, words = flags.wait(control, bases, flags.PAYLOAD_FLAG, needed, own_rank, NUM_RANKS)
     ok = ok & (tl.load(control + FAILED, volatile=True) == 0)
     info = (words >> 32) & 0x7FFFFFFF
     wanted = ((needed >> rank) & 1) == 1
     if COMPACT:
-        table = count_table(control, bases, RANK, NUM_RANKS, COUNTS_WORDS)
-        rows_from = tl.sum(tl.where(rank[None, :] == RANK, table, 0), axis=1)
+        table = count_table(control, bases, own_rank, NUM_RANKS, COUNTS_WORDS)
+        rows_from = tl.sum(tl.where(rank[None, :] == own_rank, table, 0), axis=1)
         first_slot = tl.cumsum(rows_from, axis=0) - rows_from
     else:
         rows_from = tl.where(wanted, (info & flags.ROWS_MASK).to(tl.int32), 0)
         first_slot = rank * tl.load(control + CAPACITY).to(tl.int32)
     rows_from = tl.where(ok, rows_from, 0)
-    meta = (tl.load(bases + RANK) + tl.load(control + META_OFFSET)).to(tl.pointer_type(tl.int32))
+    meta = (tl.load(bases + own_rank) + tl.load(control + META_OFFSET)).to(tl.pointer_type(tl.int32))
 
     # How many rows every expert has.
     lane = tl.arange(0, BLOCK_TOKENS * SLOTS)
@@ -97,7 +97,7 @@ def index_kernel(
             local = tl.load(
                 meta + (first + token).to(tl.int64) * META_WORDS + 1 + slot, mask=inside, other=-1
             )
-            local = local - RANK * EXPERTS_PER_RANK
+            local = local - own_rank * EXPERTS_PER_RANK
             mine = (local >= 0) & (local < EXPERTS_PER_RANK)
             counts += tl.histogram(tl.where(mine, local, BINS - 1), BINS)
     bin_idx = tl.arange(0, BINS)
@@ -121,7 +121,7 @@ def index_kernel(
             token = start + token_in
             inside = (token < num_rows) & (slot < NUM_TOPK)
             words_at = meta + (first + token).to(tl.int64) * META_WORDS
-            local = tl.load(words_at + 1 + slot, mask=inside, other=-1) - RANK * EXPERTS_PER_RANK
+            local = tl.load(words_at + 1 + slot, mask=inside, other=-1) - own_rank * EXPERTS_PER_RANK
             mine = inside & (local == expert)
             place = first_row + listed + tl.cumsum(mine.to(tl.int32), axis=0) - 1
             src_token = tl.load(words_at, mask=mine, other=0)
@@ -131,7 +131,7 @@ def index_kernel(
             tl.store(row_address + place, results + result * RESULT_STRIDE, mask=mine)
             tl.store(row_weight + place, weight.to(tl.float32, bitcast=True), mask=mine)
             listed += tl.sum(mine.to(tl.int32))
-        if src != RANK:
+        if src != own_rank:
             remote += listed - before_src
     tl.atomic_add(control + BYTES_SENT, remote.to(tl.int64) * RESULT_BYTES, sem="relaxed")
 

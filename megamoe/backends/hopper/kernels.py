@@ -55,7 +55,7 @@ class Kernels:
         shape = buffers.shape
         self._limit = shape.swiglu_limit or float("inf")
         self._block = min(_BLOCK, next_power_of_2(shape.hidden))
-        self._ranks = {"RANK": buffers.rank, "NUM_RANKS": shape.num_ranks}
+        self._ranks = {"own_rank": buffers.rank, "NUM_RANKS": shape.num_ranks}
         self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
         self._descriptors: dict[tuple[int, int, int], Any] = {}
 
@@ -129,10 +129,11 @@ class Kernels:
             b.row_slot,
             b.block_info,
             b.work,
-            RANK=b.rank,
+            own_rank=b.rank,
             HIDDEN=b.shape.hidden,
             ROW_BYTES=b.layout.row_bytes,
             COLUMNS=b.sizes.image_columns,
+            PIECE=expand.EXPAND_COLUMNS,
             num_warps=8,
         )
 
@@ -228,10 +229,11 @@ class Kernels:
             b.row_weight,
             b.block_info,
             b.work,
-            RANK=b.rank,
+            own_rank=b.rank,
             HIDDEN=b.shape.hidden,
             ROW_BYTES=b.layout.row_bytes,
             FP8=self.fp8,
+            PIECE=expand.EXPAND_COLUMNS,
             num_warps=8,
         )
 

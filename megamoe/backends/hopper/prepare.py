@@ -29,10 +29,10 @@ def goes_to(ids, token, inside, dst, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: t
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own_rank"])
 def prepare_kernel(
     control, bases, token_index,
-    RANK: tl.constexpr, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
+    own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     COUNTS_WORDS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """token_index [n, NUM_RANKS] int32: a token's place among this rank's rows for a destination, -1 = none."""
@@ -48,8 +48,8 @@ def prepare_kernel(
         where = token_index + token[:, None] * NUM_RANKS + dst[None, :]
         tl.store(where, tl.where(found == 1, place, -1), mask=inside[:, None])
         counts += tl.sum(found, axis=0)
-    offset = tl.load(control + COUNTS_OFFSET) + RANK * COUNTS_WORDS * 4
+    offset = tl.load(control + COUNTS_OFFSET) + own_rank * COUNTS_WORDS * 4
     for peer in tl.static_range(NUM_RANKS):
         row = (tl.load(bases + peer) + offset).to(tl.pointer_type(tl.int32))
         tl.store(row + dst, counts)
-    flags.post(control, bases, flags.COUNTS_FLAG, tl.load(control + INFO), RANK, NUM_RANKS)
+    flags.post(control, bases, flags.COUNTS_FLAG, tl.load(control + INFO), own_rank, NUM_RANKS)
