@@ -41,7 +41,7 @@ def test_scales_further_apart_than_bf16_reaches_become_zero() -> None:
     codes = torch.full((1, 128, 256), 0x11, dtype=torch.uint8)
     sf = torch.full((1, 128, 16), 254, dtype=torch.uint8)
     sf[0, 5, 3:6] = torch.tensor([121, 119, 0], dtype=torch.uint8)
-    dense = packing.unpack_matrix(packing.pack_w2(codes, sf))
+    dense = packing.unpack_matrix(packing.pack_w2(codes, sf))[:, :128]
     want = mx.dequantize_mxfp4(codes, sf)
     assert not dense[0, 5, 128:192].any()
     want[0, 5, 128:192] = 0.0
@@ -53,13 +53,13 @@ def test_excess_is_per_expert() -> None:
     sf[1, 7, 3] = 140
     packed = packing.pack_w2(codes, sf)
     assert packed.out_factor.tolist() == [1.0, 4096.0, 1.0]
-    assert torch.equal(packing.unpack_matrix(packed), mx.dequantize_mxfp4(codes, sf))
+    assert torch.equal(packing.unpack_matrix(packed)[:, :128], mx.dequantize_mxfp4(codes, sf))
 
 
 def test_nan_scale_makes_its_block_nan_and_nothing_else() -> None:
     codes, sf = every_code_and_scale(1, 128, 512, range(100, 120))
     sf[0, 9, 2] = mx.SCALE_NAN
-    got = packing.unpack_matrix(packing.pack_w2(codes, sf))
+    got = packing.unpack_matrix(packing.pack_w2(codes, sf))[:, :128]
     want = mx.dequantize_mxfp4(codes, sf)
     assert bool(torch.isnan(want[0, 9, 64:96]).all())
     assert torch.equal(torch.isnan(got), torch.isnan(want))

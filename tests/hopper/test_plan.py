@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from megamoe.backends.hopper import plan
@@ -82,3 +84,19 @@ def test_index_blocks_grow_with_the_step(capacity: int, tokens: int) -> None:
 def test_waiting_kernels_of_all_ranks_fit_on_one_device() -> None:
     assert plan.grid_share(132, 8) * 8 <= 132
     assert plan.grid_share(4, 8) == 1
+
+
+@pytest.mark.parametrize("num_slots", [1, 16, 132])
+@pytest.mark.parametrize(("num_light", "num_heavy"), [(0, 0), (1, 0), (0, 5), (48 * 40, 48 * 8), (100, 4000)])
+def test_stream_ranges_cover_all_tiles_at_equal_cost(num_slots: int, num_light: int, num_heavy: int) -> None:
+    ranges = [plan.stream_range(slot, num_slots, num_light, num_heavy) for slot in range(num_slots)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == num_light + num_heavy
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+
+    def cost(first: int, stop: int) -> int:
+        light = max(min(stop, num_light) - first, 0)
+        return light * plan.LIGHT_COST + (stop - first - light) * plan.HEAVY_COST
+
+    total = num_light * plan.LIGHT_COST + num_heavy * plan.HEAVY_COST
+    assert max(cost(*r) for r in ranges) <= total / num_slots + 2 * plan.HEAVY_COST

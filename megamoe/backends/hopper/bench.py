@@ -99,7 +99,7 @@ def graph_us(functions: Sequence[Callable[[], None]], *, repeats: int = 9, per_g
         stop.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / (per_graph * len(functions)))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Timing:
         num_bytes, flops = work_of(shape, self.rows, self.experts_hit)
         return (
             f"{self.what:22s} {self.path:10s} {self.distribution:18s} T={self.tokens:5d} rows={self.rows:6d} "
-            f"hit={self.experts_hit:3d} {self.us:9.1f} us  floor {self.floor_us:8.1f}  .{round(1000 * self.fraction):03d}"
+            f"hit={self.experts_hit:3d} {self.us:9.1f} us  floor {self.floor_us:8.1f}  {self.fraction:.3f}"
             f"  {num_bytes / self.us / 1e6:5.2f} TB/s {flops / self.us / 1e6:6.0f} TFLOP/s"
         )
 

@@ -6,13 +6,15 @@ kernel does follows from the control block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megamoe.backends.hopper import combine, dispatch, expand, identity, index, prepare
-from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, result_bytes
+from megamoe.backends.hopper import record
+from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, counts_before_payload, result_bytes
+from megamoe.backends.hopper.device import close, combine, dispatch, expand, identity, index, prepare
 from megamoe.backends.hopper.packing import PackedMatrix
 from megamoe.backends.hopper.plan import (
     GEMM1_STREAM,
@@ -24,7 +26,7 @@ from megamoe.backends.hopper.plan import (
     index_block_tokens,
     next_power_of_2,
 )
-from megamoe.bundle import RowFormat
+from megamoe.bundle import Path, RowFormat
 
 _BLOCK = 1024
 """Columns that a thread block of dispatch or combine handles at a time."""
@@ -74,7 +76,7 @@ class Kernels:
 
     def dispatch(self, *, compact: bool, quantized: bool) -> None:
         b = self.buffers
-        dispatch.dispatch_kernel[(self.device.share,)](
+        dispatch.dispatch_kernel[(4 * self.device.share,)](
             b.control,
             b.bases,
             b.token_index,
@@ -138,12 +140,11 @@ class Kernels:
         )
 
     def gemm1(self, layer: BoundLayer, gemms: GemmPlan) -> None:
-        from megamoe.backends.hopper import gemm1  # noqa: PLC0415  Gluon: only where a GPU runs it
+        from megamoe.backends.hopper.device import gemm1
 
         assert layer.w13 is not None
         b = self.buffers
         chunks = {"CHUNKS": b.image.shape[1] // 128, "CHUNKS_OUT": b.middle.shape[1] // 128}
-        groups = {"GROUPS": b.sizes.gemm1_groups}
         if gemms.stream_max_rows:
             gemm1.gemm1_stream_kernel[(self.device.share * GEMM1_STREAM.occupancy,)](
                 b.middle,
@@ -151,11 +152,11 @@ class Kernels:
                 layer.w13.out_factor,
                 b.image,
                 b.work[b.sizes.stream_offset :],
-                b.work[Counter.NUM_STREAM_ENTRIES :],
+                b.work[Counter.NUM_LIGHT_ENTRIES :],
                 self._limit,
                 self.device.share,
                 **chunks,
-                **groups,
+                GROUPS=b.sizes.gemm1_groups,
                 OCCUPANCY=GEMM1_STREAM.occupancy,
                 WARPS=GEMM1_STREAM.warps,
                 num_warps=GEMM1_STREAM.warps,
@@ -173,19 +174,17 @@ class Kernels:
             self._limit,
             grid,
             **chunks,
-            **groups,
-            **_tiled_options(tiled),
+            **_tiled_options(tiled, b.sizes.gemm1_groups),
         )
 
     def gemm2(self, layer: BoundLayer, gemms: GemmPlan) -> None:
-        from megamoe.backends.hopper import gemm2  # noqa: PLC0415
+        from megamoe.backends.hopper.device import gemm2
 
         assert layer.w2 is not None
         b = self.buffers
         common = {
             "HIDDEN": b.shape.hidden,
             "CHUNKS": b.middle.shape[1] // 128,
-            "GROUPS": b.sizes.gemm2_groups,
             "FP8": self.fp8,
         }
         if gemms.stream_max_rows:
@@ -196,9 +195,10 @@ class Kernels:
                 layer.w2.out_factor,
                 b.middle,
                 b.work[b.sizes.stream_offset :],
-                b.work[Counter.NUM_STREAM_ENTRIES :],
+                b.work[Counter.NUM_LIGHT_ENTRIES :],
                 self.device.share,
                 **common,
+                GROUPS=b.sizes.gemm2_groups,
                 OCCUPANCY=GEMM2_STREAM.occupancy,
                 WARPS=GEMM2_STREAM.warps,
                 num_warps=GEMM2_STREAM.warps,
@@ -216,7 +216,7 @@ class Kernels:
             b.work[Counter.NUM_TILED_ENTRIES :],
             grid,
             **common,
-            **_tiled_options(tiled),
+            **_tiled_options(tiled, b.sizes.gemm2_groups),
         )
 
     def identity(self) -> None:
@@ -244,7 +244,7 @@ class Kernels:
     def combine(self, *, post: bool = True) -> None:
         """post=False: after post_return, where ranks take turns on one stream."""
         b = self.buffers
-        combine.combine_kernel[(self.device.share,)](
+        combine.combine_kernel[(4 * self.device.share,)](
             b.control,
             b.bases,
             **self._ranks,
@@ -259,10 +259,59 @@ class Kernels:
             enable_fp_fusion=False,
         )
 
+    def close(self) -> None:
+        """Closing flags of a cut step, posted and waited for."""
+        b = self.buffers
+        close.close_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1)
+
+    def abort(self) -> None:
+        """Tell all peers that this rank gives the launch up."""
+        b = self.buffers
+        close.abort_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1)
+
+    def warm_up(self, plans: Iterable[GemmPlan], capacities: Mapping[Path, Iterable[int]]) -> None:
+        """Compile and load every kernel that steps of these plans and runtimes can need.
+
+        Must happen before any rank's first launch: loading code may wait for the device, and so for a kernel of a
+        peer that itself waits for this rank. Runs everything once on memory of its own, with no rows and no patience.
+        """
+        b = self.buffers
+        scratch = torch.zeros(1 << 16, dtype=torch.uint8, device=b.device)
+        real = b.bases.clone()
+        b.bases.fill_(scratch.data_ptr())
+        words = [0] * record.NUM_WORDS
+        words[record.Word.ABORTS_OFFSET] = 4096
+        words[record.Word.COUNTS_OFFSET] = 8192
+        b.control.copy_(torch.tensor(words, dtype=torch.int64))
+        none = torch.zeros((b.shape.num_experts_per_rank, 1), dtype=torch.uint8, device=b.device)
+        factors = torch.ones(b.shape.num_experts_per_rank, device=b.device)
+        layer = BoundLayer(PackedMatrix(none, factors, 0, 0), PackedMatrix(none, factors, 0, 0))
+        for path, values in capacities.items():
+            compact = counts_before_payload(path)
+            if compact:
+                self.prepare()
+            for quantized in (False, True):
+                self.dispatch(compact=compact, quantized=quantized)
+            for gemms in plans:
+                for capacity in values:
+                    self.index(gemms, capacity, compact=compact)
+        self.expand()
+        self.identity()
+        for gemms in plans:
+            self.gemm1(layer, gemms)
+            self.gemm2(layer, gemms)
+        self.combine()
+        self.close()
+        self.abort()
+        torch.cuda.synchronize(b.device)
+        b.bases.copy_(real)
+        b.control.zero_()
+        torch.cuda.synchronize(b.device)
+
     def _tokens(self, image: torch.Tensor, tiled: TiledPlan) -> Any:
         """TMA descriptor of an image: boxes of block_n rows by a stage's columns."""
-        from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: PLC0415
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: PLC0415
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         columns = 128 * tiled.chunks_per_stage
         key = (image.data_ptr(), tiled.block_n, columns)
@@ -272,12 +321,15 @@ class Kernels:
         return self._descriptors[key]
 
 
-def _tiled_options(tiled: TiledPlan) -> dict[str, Any]:
+def _tiled_options(tiled: TiledPlan, groups: int) -> dict[str, Any]:
+    """Constants and options of a tiled kernel; groups: row groups of an expert's matrix."""
     options = {
+        "TILES": groups * 8 // tiled.warps,
         "AHEAD": tiled.ahead,
         "STAGES": tiled.stages,
         "BLOCK_N": tiled.block_n,
-        "num_warps": 8,
+        "WARPS": tiled.warps,
+        "num_warps": tiled.warps,
     }
     return options if tiled.num_regs is None else options | {"maxnreg": tiled.num_regs}
 

@@ -89,6 +89,11 @@ def padded_columns(num_columns: int) -> int:
     return _align(num_columns, K_ALIGN)
 
 
+def padded_rows(num_rows: int) -> int:
+    """Rows of a packed matrix that is not w13: the tiled kernel takes two row groups at a time."""
+    return _align(num_rows, 2 * ROW_GROUP)
+
+
 def swiglu_row_order(intermediate: int) -> torch.Tensor:
     """int64 [2 * padded features]: canonical row of each packed row of w13, -1 for padding.
 
@@ -104,7 +109,7 @@ def swiglu_row_order(intermediate: int) -> torch.Tensor:
 
 def plain_row_order(num_rows: int) -> torch.Tensor:
     """int64 [padded rows]: rows in their own order, -1 for padding."""
-    row = torch.arange(_align(num_rows, ROW_GROUP))
+    row = torch.arange(padded_rows(num_rows))
     return torch.where(row < num_rows, row, -1)
 
 

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamoe.backends.hopper.packing import CHUNK, ROW_GROUP, padded_columns
+from megamoe.backends.hopper.packing import CHUNK, ROW_GROUP, padded_columns, padded_rows
 from megamoe.shape import MoeShape
 
 BLOCK_ROWS = 16
 """Rows of routed tables and token images start at multiples of this for every expert."""
+LIGHT_ROWS = 8
+"""Streaming entries of up to 8 rows need one MMA a step, of up to 16 two."""
+LIGHT_COST, HEAVY_COST = 6, 7
+"""Time of a tile of either kind, relative: 272 and 315 us for 48 experts' GEMM1, V4-Pro, H200."""
 ENTRY_WORDS = 4
 """A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, unused."""
 COUNTER_WORDS = 16
@@ -28,10 +32,24 @@ rows, 571 us for the tiled kernel at 32; V4-Pro, one rank)."""
 class Counter:
     """Words at the head of the work table, written by the index stage."""
 
-    NUM_STREAM_ENTRIES = 0
-    NUM_TILED_ENTRIES = 1
-    NUM_BLOCKS = 2
-    NUM_ROUTED_ROWS = 3
+    NUM_LIGHT_ENTRIES = 0
+    NUM_HEAVY_ENTRIES = 1
+    NUM_TILED_ENTRIES = 2
+    NUM_BLOCKS = 3
+    NUM_ROUTED_ROWS = 4
+
+
+def stream_range(slot: int, num_slots: int, num_light: int, num_heavy: int) -> tuple[int, int]:
+    """Tiles [first, stop) of one multiprocessor, light ones first in the numbering, by equal cost (device code:
+    stream_loop.tile_range). Contiguous, so that tiles of an expert find its tokens in L1."""
+
+    def tile_at(cost: int) -> int:
+        if cost < num_light * LIGHT_COST:
+            return cost // LIGHT_COST
+        return num_light + (cost - num_light * LIGHT_COST) // HEAVY_COST
+
+    total = num_light * LIGHT_COST + num_heavy * HEAVY_COST
+    return tile_at(total * slot // num_slots), tile_at(total * (slot + 1) // num_slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +66,12 @@ GEMM2_STREAM = StreamPlan(warps=4, occupancy=4)
 
 @dataclass(frozen=True, kw_only=True)
 class TiledPlan:
-    """Tiled kernel: block_n tokens; stages of chunks_per_stage x 128 of K in flight; ahead: chunks of weights loaded
-    ahead; num_regs: register cap a thread, None = as the compiler likes; occupancy: blocks a multiprocessor."""
+    """Tiled kernel: warps x 16 rows of weights times block_n tokens.
 
+    stages of chunks_per_stage x 128 of K are in flight for tokens, `ahead` chunks for weights. num_regs: register cap
+    a thread, None = as the compiler likes. occupancy: blocks a multiprocessor."""
+
+    warps: int
     block_n: int
     stages: int
     chunks_per_stage: int
@@ -60,10 +81,10 @@ class TiledPlan:
 
 
 _TILED = {
-    32: TiledPlan(block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
-    64: TiledPlan(block_n=64, stages=3, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
-    128: TiledPlan(block_n=128, stages=4, chunks_per_stage=1, ahead=4, num_regs=None, occupancy=1),
-    256: TiledPlan(block_n=256, stages=3, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
+    32: TiledPlan(warps=16, block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=1),
+    64: TiledPlan(warps=16, block_n=64, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=1),
+    128: TiledPlan(warps=16, block_n=128, stages=4, chunks_per_stage=1, ahead=2, num_regs=128, occupancy=1),
+    256: TiledPlan(warps=8, block_n=256, stages=3, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
 }
 
 
@@ -165,7 +186,7 @@ class TableSizes:
 
     @property
     def gemm2_groups(self) -> int:
-        return -(-self.shape.hidden // ROW_GROUP)
+        return padded_rows(self.shape.hidden) // ROW_GROUP
 
     @property
     def num_bytes(self) -> int:

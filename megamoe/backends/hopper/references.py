@@ -16,7 +16,9 @@ from megamoe.backends.hopper import packing, record
 from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers
 from megamoe.backends.hopper.plan import (
     BLOCK_ROWS,
+    COUNTER_WORDS,
     ENTRY_WORDS,
+    LIGHT_ROWS,
     Counter,
     GemmPlan,
     expert_entries,
@@ -183,7 +185,8 @@ def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool) -> None:
     buffers = group.ranks[rank]
     experts, slots, addresses, weights = _routed_rows(group, rank, compact=compact)
     counts = torch.bincount(experts, minlength=buffers.shape.num_experts_per_rank).tolist()
-    stream: list[tuple[int, int, int, int]] = []
+    light: list[tuple[int, int, int, int]] = []
+    heavy: list[tuple[int, int, int, int]] = []
     tiled: list[tuple[int, int, int, int]] = []
     for expert, cuts in enumerate(expert_entries(counts, gemms)):
         mine = (experts == expert).nonzero().flatten()
@@ -198,14 +201,19 @@ def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool) -> None:
             )
         for number, count in enumerate(cuts.rows):
             if cuts.streaming:
-                stream.append((expert, first // BLOCK_ROWS + number, count, 0))
+                kind_of = light if count <= LIGHT_ROWS else heavy
+                kind_of.append((expert, first // BLOCK_ROWS + number, count, 0))
             else:
                 tiled.append((expert, first + number * gemms.block_n, count, 0))
     work = buffers.work
-    for offset, entries in ((buffers.sizes.stream_offset, stream), (buffers.sizes.tiled_offset, tiled)):
+    for offset, entries in (
+        (buffers.sizes.stream_offset, light + heavy),
+        (buffers.sizes.tiled_offset, tiled),
+    ):
         flat = torch.tensor(entries, dtype=torch.int32).flatten()
         work[offset : offset + len(flat)] = flat.to(work.device)
-    work[Counter.NUM_STREAM_ENTRIES] = len(stream)
+    work[Counter.NUM_LIGHT_ENTRIES] = len(light)
+    work[Counter.NUM_HEAVY_ENTRIES] = len(heavy)
     work[Counter.NUM_TILED_ENTRIES] = len(tiled)
     work[Counter.NUM_BLOCKS] = sum(-(-count // BLOCK_ROWS) for count in counts)
     work[Counter.NUM_ROUTED_ROWS] = sum(counts)
@@ -253,11 +261,12 @@ def expand(group: Group, rank: int) -> None:
 def entries_of(buffers: RankBuffers) -> list[tuple[bool, int, int, int]]:
     """(streaming, expert, first row, rows) of all work entries."""
     out = []
-    for streaming, offset, counter in (
-        (True, buffers.sizes.stream_offset, Counter.NUM_STREAM_ENTRIES),
-        (False, buffers.sizes.tiled_offset, Counter.NUM_TILED_ENTRIES),
+    counters = buffers.work[:COUNTER_WORDS].tolist()
+    num_stream = counters[Counter.NUM_LIGHT_ENTRIES] + counters[Counter.NUM_HEAVY_ENTRIES]
+    for streaming, offset, number in (
+        (True, buffers.sizes.stream_offset, num_stream),
+        (False, buffers.sizes.tiled_offset, counters[Counter.NUM_TILED_ENTRIES]),
     ):
-        number = int(buffers.work[counter])
         table = buffers.work[offset : offset + ENTRY_WORDS * number].view(number, ENTRY_WORDS)
         for expert, first, count, _ in table.tolist():
             out.append((streaming, expert, first * BLOCK_ROWS if streaming else first, count))

@@ -9,10 +9,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.backends.hopper import stream_loop as stream
-from megamoe.backends.hopper import wgmma_loop as tiled
-from megamoe.backends.hopper.mx_gluon import mxfp8_rounded, mxfp8_rounded_columns
-from megamoe.backends.hopper.stream_loop import ROW_HALVES, TOKEN_BLOCK_BYTES, TOKEN_CHUNK_BYTES, UNIT_BYTES
+from megamoe.backends.hopper.device import stream_loop as stream
+from megamoe.backends.hopper.device import wgmma_loop as tiled
+from megamoe.backends.hopper.device.mx_gluon import mxfp8_rounded, mxfp8_rounded_columns
+from megamoe.backends.hopper.device.stream_loop import (
+    ROW_HALVES,
+    TOKEN_BLOCK_BYTES,
+    TOKEN_CHUNK_BYTES,
+    UNIT_BYTES,
+)
 
 FEATURES: gl.constexpr = gl.constexpr(64)
 """Features of a tile of 128 packed rows: two MX blocks."""
@@ -51,16 +56,17 @@ def _finish_stream(
 
 @gluon.jit
 def gemm1_stream_kernel(
-    image_out, units, out_factor, image, work, num_entries, limit, num_slots,
+    image_out, units, out_factor, image, work, counters, limit, num_slots,
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, image block, rows, unused."""
+    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, image block, rows, unused; light
+    entries first."""
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tid = gl.arange(0, 32 * WARPS, layout=threads)
     warp = tid >> 5
     lane = tid & 31
-    first, stop = stream.tile_range(gl.load(num_entries) * GROUPS, num_slots)
+    first, stop = stream.tile_range(counters, num_slots, GROUPS)
     if first >= stop:
         return
     weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
@@ -90,20 +96,30 @@ def gemm1_stream_kernel(
 
 @gluon.jit
 def _finish_tiled(
-    acc, factor, limit, image, first_row, group, rows, COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr
-):
+    acc, factor, limit, image, first_row, tile, rows,
+    COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """SwiGLU in the thread (gate and up rows are 8 apart), round, and store into GEMM2's row-major image."""
-    x = gl.permute(gl.reshape(acc * factor, [8, 2, 8, BLOCK_N]), [0, 2, 3, 1])  # warp, g, token, gate or up
+    features: gl.constexpr = 8 * WARPS
+    x = gl.permute(
+        gl.reshape(acc * factor, [WARPS, 2, 8, BLOCK_N]), [0, 2, 3, 1]
+    )  # warp, g, token, gate or up
     gate, up = gl.split(x)
-    h = gl.reshape(swiglu(gate, up, limit), [2, 32, BLOCK_N])
-    value = gl.reshape(mxfp8_rounded_columns(h), [FEATURES, BLOCK_N]).to(gl.bfloat16)
-    # feature 32 u + 4 j + 2 i + lo of 32-block t = 2 * (group % 2) + u -> position 16 j + 8 i + 2 t + lo of its chunk
-    out: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [8, 1], [1, 0])
-    value = gl.convert_layout(gl.permute(value, (1, 0)), out)
+    h = gl.reshape(swiglu(gate, up, limit), [features // 32, 32, BLOCK_N])
+    value = mxfp8_rounded_columns(h).to(gl.bfloat16)
+    # feature 32 t + 4 j + 2 i + lo of a chunk -> position 16 j + 8 i + 2 t + lo
+    value = gl.reshape(value, [features // 32, 8, 2, 2, BLOCK_N])
+    value = gl.reshape(gl.permute(value, [4, 1, 2, 0, 3]), [BLOCK_N, features])
+    across: gl.constexpr = features // 8
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0])
+    value = gl.convert_layout(value, out)
     token = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, out))
-    feature = gl.arange(0, FEATURES, layout=gl.SliceLayout(0, out))
-    block_t = group % 2 * 2 + feature // 32
-    column = group // 2 * 128 + feature % 32 // 4 * 16 + feature // 2 % 2 * 8 + block_t * 2 + feature % 2
+    place = gl.arange(0, features, layout=gl.SliceLayout(0, out))
+    if WARPS == 8:
+        # Half a chunk: blocks t = 0, 1 or 2, 3, so that 4 of 8 positions are this tile's.
+        column = tile // 2 * 128 + place // 4 * 8 + tile % 2 * 4 + place % 4
+    else:
+        column = tile * features + place
     base = image + (first_row + token).to(gl.int64)[:, None] * COLUMNS_OUT
     gl.store(base + column[None, :], value, mask=(token < rows)[:, None])
 
@@ -111,33 +127,42 @@ def _finish_tiled(
 @gluon.jit
 def gemm1_tiled_kernel(
     image_out, units, out_factor, image, work, num_entries, limit, num_programs,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, TILES: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, first image row, rows, unused."""
-    num_tiles = gl.load(num_entries) * GROUPS
+    """Persistent over (entry, 16 * WARPS packed rows). work: int32 [entries, 4]: expert, first image row, rows."""
+    num_tiles = gl.load(num_entries) * TILES
     first = gl.program_id(0)
     if first >= num_tiles:
         return
-    words_off, scales_off = tiled.thread_offsets(gl.BlockedLayout([1], [32], [8], [0]))
-    row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
+    words_off, scales_off = tiled.thread_offsets(WARPS, CHUNKS)
+    row, at = tiled.tile_origin(units, work, first, TILES, CHUNKS, WARPS)
     memory, bars = tiled.open_ring(image, row, STAGES)
     chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for tile in range(first, num_tiles, num_programs):
-        row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
+        row, at = tiled.tile_origin(units, work, tile, TILES, CHUNKS, WARPS)
         more = tile + num_programs < num_tiles
         next_row, next_at = tiled.tile_origin(
-            units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
+            units, work, gl.where(more, tile + num_programs, tile), TILES, CHUNKS, WARPS
         )
         acc, chunks, slot, phase = tiled.multiply(
             chunks, image, memory, bars, slot, phase, row, next_row, more,
             at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N,
+            CHUNKS, AHEAD, STAGES, BLOCK_N, WARPS,
         )  # fmt: skip
-        entry = work + tile // GROUPS * 4
+        entry = work + tile // TILES * 4
         factor = gl.load(out_factor + gl.load(entry))
         _finish_tiled(
-            acc, factor, limit, image_out, row, tile % GROUPS, gl.load(entry + 2), CHUNKS_OUT * 128, BLOCK_N
+            acc,
+            factor,
+            limit,
+            image_out,
+            row,
+            tile % TILES,
+            gl.load(entry + 2),
+            CHUNKS_OUT * 128,
+            BLOCK_N,
+            WARPS,
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper import flags
-from megamoe.backends.hopper.quantize import dequantize
+from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device.quantize import dequantize
 from megamoe.backends.hopper.record import Word
 
 NUM_ROWS = tl.constexpr(int(Word.NUM_ROWS))

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from megamoe.backends.hopper import plan
-from megamoe.backends.hopper.index import STREAM_FLAG
-from megamoe.backends.hopper.quantize import dequantize
+from megamoe.backends.hopper.device.index import STREAM_FLAG
+from megamoe.backends.hopper.device.quantize import dequantize
 from megamoe.backends.hopper.record import Word
 
 ROWS_OFFSET = tl.constexpr(int(Word.ROWS_OFFSET))

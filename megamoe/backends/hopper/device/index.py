@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper import flags, plan
-from megamoe.backends.hopper.dispatch import count_table
+from megamoe.backends.hopper import plan
+from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device.dispatch import count_table
 from megamoe.backends.hopper.record import MAX_RANKS, Word
 
 CAPACITY = tl.constexpr(int(Word.CAPACITY))
@@ -25,7 +26,9 @@ PADDED_ROWS = tl.constexpr(int(Word.PADDED_ROWS))
 BYTES_SENT = tl.constexpr(int(Word.BYTES_SENT))
 BLOCK_ROWS = tl.constexpr(plan.BLOCK_ROWS)
 ENTRY_WORDS = tl.constexpr(plan.ENTRY_WORDS)
-NUM_STREAM_ENTRIES = tl.constexpr(plan.Counter.NUM_STREAM_ENTRIES)
+LIGHT_ROWS = tl.constexpr(plan.LIGHT_ROWS)
+NUM_LIGHT_ENTRIES = tl.constexpr(plan.Counter.NUM_LIGHT_ENTRIES)
+NUM_HEAVY_ENTRIES = tl.constexpr(plan.Counter.NUM_HEAVY_ENTRIES)
 NUM_TILED_ENTRIES = tl.constexpr(plan.Counter.NUM_TILED_ENTRIES)
 NUM_BLOCKS = tl.constexpr(plan.Counter.NUM_BLOCKS)
 NUM_ROUTED_ROWS = tl.constexpr(plan.Counter.NUM_ROUTED_ROWS)
@@ -36,10 +39,13 @@ STREAM_FLAG = tl.constexpr(1 << 8)
 
 @triton.jit
 def cut(count, STREAM_MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(stream entries, tiled entries) of experts with `count` rows."""
+    """(light, heavy, tiled) entries of experts with `count` rows; a light one holds the last up to 8 of them."""
     streaming = count <= STREAM_MAX_ROWS
-    stream = tl.where(streaming, (count + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
-    return stream, tl.where(streaming, 0, (count + BLOCK_N - 1) // BLOCK_N)
+    rest = count % BLOCK_ROWS
+    is_light = (rest > 0) & (rest <= LIGHT_ROWS)
+    light = tl.where(streaming & is_light, 1, 0)
+    heavy = tl.where(streaming, count // BLOCK_ROWS + tl.where(rest > LIGHT_ROWS, 1, 0), 0)
+    return light, heavy, tl.where(streaming, 0, (count + BLOCK_N - 1) // BLOCK_N)
 
 
 @triton.jit
@@ -103,7 +109,8 @@ def index_kernel(
     bin_idx = tl.arange(0, BINS)
     counts = tl.where(bin_idx < EXPERTS_PER_RANK, counts, 0)
     blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    stream, tiled = cut(counts, STREAM_MAX_ROWS, BLOCK_N)
+    light, heavy, tiled = cut(counts, STREAM_MAX_ROWS, BLOCK_N)
+    num_light = tl.sum(light)
     before = bin_idx < expert
     count = tl.sum(tl.where(bin_idx == expert, counts, 0))
     first_block = tl.sum(tl.where(before, blocks, 0))
@@ -136,24 +143,32 @@ def index_kernel(
     tl.atomic_add(control + BYTES_SENT, remote.to(tl.int64) * RESULT_BYTES, sem="relaxed")
 
     # Its blocks and entries.
-    own_stream, own_tiled = cut(count, STREAM_MAX_ROWS, BLOCK_N)
+    own_light, own_heavy, own_tiled = cut(count, STREAM_MAX_ROWS, BLOCK_N)
     kind = tl.where(count <= STREAM_MAX_ROWS, STREAM_FLAG, 0)
     own_blocks = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
     for start in range(0, own_blocks, 128):
         j = start + tl.arange(0, 128)
         rows = tl.minimum(count - j * BLOCK_ROWS, BLOCK_ROWS)
         tl.store(block_info + first_block + j, rows | kind, mask=j < own_blocks)
-    stream_entries = work + stream_offset + tl.sum(tl.where(before, stream, 0)) * ENTRY_WORDS
+    light_entries = work + stream_offset + tl.sum(tl.where(before, light, 0)) * ENTRY_WORDS
+    heavy_entries = work + stream_offset + (num_light + tl.sum(tl.where(before, heavy, 0))) * ENTRY_WORDS
     tiled_entries = work + tiled_offset + tl.sum(tl.where(before, tiled, 0)) * ENTRY_WORDS
-    _write_entries(stream_entries, expert, first_block, 1, BLOCK_ROWS, count, own_stream)
+    full = count // BLOCK_ROWS
+    _write_entries(
+        light_entries, expert, first_block + full, 1, BLOCK_ROWS, count - full * BLOCK_ROWS, own_light
+    )
+    _write_entries(heavy_entries, expert, first_block, 1, BLOCK_ROWS, count, own_heavy)
     _write_entries(tiled_entries, expert, first_row, BLOCK_N, BLOCK_N, count, own_tiled)
     if expert == 0:
-        tl.store(work + NUM_STREAM_ENTRIES, tl.sum(stream))
+        tl.store(work + NUM_LIGHT_ENTRIES, num_light)
+        tl.store(work + NUM_HEAVY_ENTRIES, tl.sum(heavy))
         tl.store(work + NUM_TILED_ENTRIES, tl.sum(tiled))
         tl.store(work + NUM_BLOCKS, tl.sum(blocks))
         tl.store(work + NUM_ROUTED_ROWS, tl.sum(counts))
         tl.store(control + ROWS_RECEIVED, tl.sum(counts).to(tl.int64))
-        padded = tl.sum(stream) * BLOCK_ROWS + tl.sum(tiled) * BLOCK_N - tl.sum(counts)
+        padded = (
+            num_light * LIGHT_ROWS + tl.sum(heavy) * BLOCK_ROWS + tl.sum(tiled) * BLOCK_N - tl.sum(counts)
+        )
         tl.store(control + PADDED_ROWS, padded.to(tl.int64))
         refused = wanted & ((info & flags.ERROR_BIT) != 0)
         tl.store(control + REFUSED, tl.sum(tl.where(refused, 1 << rank, 0)).to(tl.int64))

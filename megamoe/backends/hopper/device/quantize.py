@@ -15,17 +15,17 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def quantize(x, BLOCK: tl.constexpr):
-    """x [BLOCK] fp32 -> (codes [BLOCK] uint8, scales [BLOCK / 32] uint8); a non-finite block has scale 255, codes 0."""
-    blocks = tl.reshape(x, [BLOCK // 32, 32])
+def quantize(blocks):
+    """blocks [n, 32] fp32 -> (codes [n, 32] uint8, scales [n] uint8); a non-finite block has scale 255, codes 0."""
     top = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     exponent = (top >> 23) - 8 + ((top & 0x007FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.maximum(tl.minimum(exponent, 254), 0)
     bad = top >= 0x7F800000
     scaled = blocks * power_of_two(254 - exponent)[:, None]
     scaled = tl.where(bad[:, None], 0.0, scaled)
-    codes = tl.reshape(scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), [BLOCK])
-    return codes, tl.where(bad, SCALE_NAN, exponent).to(tl.uint8)
+    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), tl.where(bad, SCALE_NAN, exponent).to(
+        tl.uint8
+    )
 
 
 @triton.jit

@@ -11,11 +11,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.backends.hopper import fragments, packing
+from megamoe.backends.hopper import fragments, packing, plan
 
 UNIT_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_BYTES)
 WORD_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_WORD_BYTES)
 TILES: gl.constexpr = gl.constexpr(packing.TILES_PER_UNIT)
+LIGHT_COST: gl.constexpr = gl.constexpr(plan.LIGHT_COST)
+HEAVY_COST: gl.constexpr = gl.constexpr(plan.HEAVY_COST)
 ROW_HALVES: gl.constexpr = gl.constexpr(2)
 TOKEN_BLOCK_BYTES: gl.constexpr = gl.constexpr(8 * packing.CHUNK * 2)
 """One chunk of 8 tokens, bf16: [4 pieces][lane][16 B]."""
@@ -121,11 +123,20 @@ def _mma(words, scale, tokens, acc, ODD: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def tile_range(num_tiles, num_slots):
-    """First tile and end of this program: programs of one multiprocessor (slot) share a contiguous range."""
+def _tile_at(cost, num_light):
+    heavy = num_light + (cost - num_light * LIGHT_COST) // HEAVY_COST
+    return gl.where(cost < num_light * LIGHT_COST, cost // LIGHT_COST, heavy)
+
+
+@gluon.jit
+def tile_range(counters, num_slots, GROUPS: gl.constexpr):
+    """First tile and end of this program: programs of one multiprocessor (slot) share a contiguous range of equal
+    cost (plan.stream_range). counters: numbers of light and heavy entries."""
+    num_light = gl.load(counters) * GROUPS
+    total = num_light * LIGHT_COST + gl.load(counters + 1) * (GROUPS * HEAVY_COST)
     slot = gl.program_id(0) % num_slots
-    first = (num_tiles * slot // num_slots) + gl.program_id(0) // num_slots
-    return first, num_tiles * (slot + 1) // num_slots
+    first = _tile_at(total * slot // num_slots, num_light) + gl.program_id(0) // num_slots
+    return first, _tile_at(total * (slot + 1) // num_slots, num_light)
 
 
 @gluon.jit

@@ -73,7 +73,8 @@ def post(control, bases, kind, info, own_rank, NUM_RANKS: tl.constexpr):
 
 
 @triton.jit
-def _abort(control, bases, missing, own_rank, NUM_RANKS: tl.constexpr):
+def abort(control, bases, missing, own_rank, NUM_RANKS: tl.constexpr):
+    """Post in every rank's abort line that the ranks of mask `missing` (int64) did not come to this launch."""
     dst = tl.arange(0, NUM_RANKS)
     address = tl.load(bases + dst) + tl.load(control + ABORTS_OFFSET) + 8 * own_rank
     value = tl.load(control + EPOCH) | ((missing | POSTED_BIT) << 32)
@@ -113,7 +114,7 @@ def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
         tl.store(control + FAILED, 1)
     elif lacking != 0:
         first = tl.min(tl.where(((lacking >> src) & 1) == 1, src, NUM_RANKS))
-        _abort(control, bases, lacking.to(tl.int64), own_rank, NUM_RANKS)
+        abort(control, bases, lacking.to(tl.int64), own_rank, NUM_RANKS)
         tl.store(control + MISSING, lacking.to(tl.int64))
         tl.store(control + FAILED_KIND, kind)
         tl.store(control + FAILED_SRC, first)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper import flags
-from megamoe.backends.hopper.quantize import SCALE_NAN, quantize
+from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device.quantize import SCALE_NAN, quantize
 from megamoe.backends.hopper.record import Word
 
 NUM_ROWS = tl.constexpr(int(Word.NUM_ROWS))
@@ -37,21 +37,18 @@ def count_table(control, bases, own_rank, NUM_RANKS: tl.constexpr, COUNTS_WORDS:
 
 
 @triton.jit
-def _load_row(
-    control, token, column, inside, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANTIZED: tl.constexpr
-):
-    """Codes [BLOCK] and scales [BLOCK / 32] of a piece of a row, quantized here unless they came so."""
+def _load_row(control, token, block, column, HIDDEN: tl.constexpr, QUANTIZED: tl.constexpr):
+    """Codes [blocks, 32] and scales [blocks] of a piece of a row, quantized here unless they came so."""
+    inside = column < HIDDEN
     if QUANTIZED:
         codes_in = tl.load(control + HIDDEN_PTR).to(tl.pointer_type(tl.uint8)) + token.to(tl.int64) * HIDDEN
         sf_in = tl.load(control + SF_PTR).to(tl.pointer_type(tl.uint8)) + token.to(tl.int64) * (HIDDEN // 32)
-        block = tl.min(column) // 32 + tl.arange(0, BLOCK // 32)
         scales = tl.load(sf_in + block, mask=block < HIDDEN // 32, other=0)
         codes = tl.load(codes_in + column, mask=inside, other=0)
-        bad = tl.reshape(tl.broadcast_to((scales == SCALE_NAN)[:, None], [BLOCK // 32, 32]), [BLOCK])
-        codes = tl.where(bad, 0, codes)
+        codes = tl.where((scales == SCALE_NAN)[:, None], 0, codes)
     else:
         row = tl.load(control + HIDDEN_PTR).to(tl.pointer_type(tl.bfloat16)) + token.to(tl.int64) * HIDDEN
-        codes, scales = quantize(tl.load(row + column, mask=inside, other=0.0).to(tl.float32), BLOCK)
+        codes, scales = quantize(tl.load(row + column, mask=inside, other=0.0).to(tl.float32))
     return codes, scales
 
 
@@ -112,10 +109,9 @@ def dispatch_kernel(
     for item in range(tl.program_id(0), num_rows * PIECES, tl.num_programs(0)):
         token = item // PIECES
         piece = item % PIECES
-        column = piece * BLOCK + tl.arange(0, BLOCK)
-        inside = column < HIDDEN
         block = piece * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-        codes, scales = _load_row(control, token, column, inside, HIDDEN, BLOCK, QUANTIZED)
+        column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+        codes, scales = _load_row(control, token, block, column, HIDDEN, QUANTIZED)
         owners, dropped = _owners(ids, token, NUM_TOPK, NUM_RANKS, EXPERTS_PER_RANK)
         sent = 0
         for dst in tl.static_range(NUM_RANKS):
@@ -130,7 +126,7 @@ def dispatch_kernel(
                 row = (base + tl.load(control + ROWS_OFFSET) + slot.to(tl.int64) * ROW_BYTES).to(
                     tl.pointer_type(tl.uint8)
                 )
-                tl.store(row + column, codes, mask=inside)
+                tl.store(row + column, codes, mask=column < HIDDEN)
                 tl.store(row + HIDDEN + block, scales, mask=block < HIDDEN // 32)
             if (piece == 0) & ((mine == 1) | (not COMPACT)):
                 meta = base + tl.load(control + META_OFFSET) + slot.to(tl.int64) * (META_WORDS * 4)

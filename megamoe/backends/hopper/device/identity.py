@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper.expand import NUM_BLOCKS, ROWS, ROWS_OFFSET, load_rows
-from megamoe.backends.hopper.quantize import quantize
+from megamoe.backends.hopper.device.expand import NUM_BLOCKS, ROWS, ROWS_OFFSET, load_rows
+from megamoe.backends.hopper.device.quantize import quantize
 
 
 @triton.jit(do_not_specialize=["own_rank"])
@@ -30,7 +30,7 @@ def identity_kernel(
         mask = inside[:, None] & (column < HIDDEN)[None, :]
         if FP8:
             weight = tl.load(row_weight + block * ROWS + row, mask=inside, other=0.0)
-            codes, scales = quantize(tl.reshape(value * weight[:, None], [ROWS * PIECE]), ROWS * PIECE)
+            codes, scales = quantize(tl.reshape(value * weight[:, None], [ROWS * (PIECE // 32), 32]))
             out = (address[:, None] + column[None, :]).to(tl.pointer_type(tl.uint8))
             tl.store(out, tl.reshape(codes, [ROWS, PIECE]), mask=mask)
             sf = item % PIECES * (PIECE // 32) + tl.arange(0, PIECE // 32)
