@@ -1,0 +1,37 @@
+"""The Hopper backend: Triton and Gluon kernels for H100 and H200, ranks joined by peer stores and flags.
+
+packing: weights in tensor-core order. plan, record, buffers: what is launched with which tables, in which memory.
+device: the kernels, one file a stage, and their flags;
+references: the same stages in torch. kernels: launches. group, backend: ranks and the door. lockstep, selftest,
+bench: tests on a GPU. docs/hopper.md says how fast it is and why.
+
+Nothing here imports Triton before a GPU backend is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from megamoe.bundle import Bundle
+
+if TYPE_CHECKING:
+    from megamoe.backends.hopper.backend import HopperBackend
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def open_backend(
+    bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
+) -> HopperBackend:
+    """Open rank `rank` in this process; returns when all ranks have opened, each from a thread of its own.
+
+    Raises ConfigError (no Hopper GPU, settings that this backend does not serve), HeapError, PeerTimeoutError;
+    ModuleNotFoundError where Triton is not installed.
+    """
+    # Streams of ranks on one GPU must never share a hardware queue: a kernel that waits would hold up the one that
+    # it waits for. Read by the driver when CUDA starts; 8 queues are its default.
+    os.environ.setdefault(_CONNECTIONS, "32")
+    from megamoe.backends.hopper.backend import HopperBackend
+
+    return HopperBackend(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)

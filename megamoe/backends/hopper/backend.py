@@ -1,0 +1,348 @@
+"""HopperBackend: one rank on an NVIDIA H100/H200. A sub-step is a fixed sequence of kernels on the rank's own stream.
+
+Nothing synchronises with the host between `begin` and `finish`: row counts, work lists and failures live on the
+device. `finish` waits for the stream and reads the control block back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from megamoe.backends import Launch
+from megamoe.backends.hopper import group as groups
+from megamoe.backends.hopper import record
+from megamoe.backends.hopper.buffers import (
+    BoundLayer,
+    RankBuffers,
+    allocate_heap,
+    control_words,
+    counts_before_payload,
+)
+from megamoe.backends.hopper.kernels import Device, Kernels
+from megamoe.backends.hopper.packing import pack_w2, pack_w13
+from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
+from megamoe.backends.hopper.record import Word
+from megamoe.batch import Counters, MoeBatch, StageTimes, SubStepReport
+from megamoe.bundle import Bundle, Path, RowFormat
+from megamoe.errors import (
+    BindingError,
+    ConfigError,
+    IneligibleError,
+    InternalError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    must_be,
+)
+from megamoe.layout import FlagKind, plan_layout
+from megamoe.weights import LayerWeights
+
+STAGES: dict[Path, tuple[str, ...]] = {
+    Path.FIXED_SLOT: ("dispatch", "gemm1", "gemm2", "combine"),
+    Path.COMPACT: ("prepare", "dispatch", "gemm1", "gemm2", "combine"),
+}
+_FLAG_BYTES = 8
+
+
+_warming = threading.Lock()
+"""Ranks of one process compile in turn: the first one does the work, the others find it done."""
+
+
+def gemm_plan(bundle: Bundle, max_rows: int) -> GemmPlan:
+    """The GEMMs of a sub-step with an agreed maximum of rows a rank."""
+    deployment = bundle.deployment
+    return plan_gemms(
+        bundle.shape,
+        max_rows,
+        batch_invariant=deployment.batch_invariant,
+        fp8_rows=deployment.combine_row_format is RowFormat.FP8,
+    )
+
+
+def gemm_plans(bundle: Bundle) -> list[GemmPlan]:
+    """All that sub-steps of this deployment can have, in order of rows."""
+    return list(
+        dict.fromkeys(gemm_plan(bundle, rows) for rows in range(1, bundle.deployment.max_tokens_per_rank + 1))
+    )
+
+
+class HopperBackend:
+    """Implements megamoe.backends.Backend. One thread owns it."""
+
+    def __init__(
+        self, bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(self.device)
+        if properties.major != 9:
+            raise ConfigError(
+                must_be("compute capability", "9.0 (H100, H200)", f"{properties.major}.{properties.minor}")
+            )
+        if bundle.deployment.combine_row_format is RowFormat.AUTO:
+            raise ConfigError(must_be("combine_row_format on hopper", "bf16 or fp8", "auto"))
+        if bundle.shape.activation != "silu":
+            raise ConfigError(must_be("activation on hopper", "silu", bundle.shape.activation))
+        layout = plan_layout(bundle, num_slots=num_slots)
+        self.rank = rank
+        self.bundle = bundle
+        self._heap = allocate_heap(layout, self.device)
+        self.buffers = RankBuffers(
+            layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
+        )
+        device = Device(properties.multi_processor_count, num_virtual_ranks=layout.num_ranks)
+        self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
+        with _warming:
+            self.kernels.warm_up(gemm_plans(bundle), {path: bundle.capacities(path) for path in STAGES})
+        self._group = groups.join(
+            group_name,
+            rank=rank,
+            num_ranks=layout.num_ranks,
+            fingerprint=bundle.deployment.fingerprint(),
+            heap=self._heap,
+            timeout_s=timeout_s,
+        )
+        self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
+        self.stream = torch.cuda.Stream(self.device)
+        self._layers: list[BoundLayer | None] = [None] * layout.num_slots
+        self._control_host = torch.zeros(record.NUM_WORDS, dtype=torch.int64, pin_memory=True)
+        self._status_host = torch.zeros(record.NUM_WORDS, dtype=torch.int64, pin_memory=True)
+        self._call: _Call | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------- binding
+
+    def bind(self, slot_idx: int, weights: LayerWeights) -> None:
+        """Pack this rank's experts on the device and swap them in; nothing changes if that fails."""
+        self._check_slot(slot_idx)
+        views = weights.as_bytes()
+        with torch.cuda.stream(self.stream):
+            w13 = pack_w13(views.w13_codes.to(self.device), views.w13_scales.to(self.device))
+            w2 = pack_w2(views.w2_codes.to(self.device), views.w2_scales.to(self.device))
+        self._swap(slot_idx, BoundLayer(w13, w2))
+
+    def bind_identity(self, slot_idx: int) -> None:
+        """Experts that give a row back as it came: both GEMMs are bypassed, transport and combine are not."""
+        self._check_slot(slot_idx)
+        self._swap(slot_idx, BoundLayer(None, None))
+
+    def _swap(self, slot_idx: int, layer: BoundLayer) -> None:
+        old = self._layers[slot_idx]
+        version = 0 if old is None else old.version + 1
+        self._layers[slot_idx] = BoundLayer(layer.w13, layer.w2, version)
+
+    def _check_slot(self, slot_idx: int) -> None:
+        if not 0 <= slot_idx < len(self._layers):
+            raise BindingError(must_be("slot_idx", f"from 0 to {len(self._layers) - 1}", slot_idx))
+
+    # ------------------------------------------------------------------------------------------- sub-steps
+
+    def stages(self, path: Path) -> tuple[str, ...]:
+        if path not in STAGES:
+            built = ", ".join(STAGES)
+            raise IneligibleError(must_be("path on hopper", f"one of {built}", path))
+        return STAGES[path]
+
+    def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
+        """batch and out may be on the host (pinned or not) or on the device; host rows are copied on the stream."""
+        layer = self._layers[launch.slot_idx]
+        if layer is None:
+            raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            on_device = _to_device(batch, self.device)
+            out_dev = out if out.device.type == "cuda" else torch.empty_like(out, device=self.device)
+            left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), 1_000_000)
+            words = control_words(self.buffers.layout, launch, on_device, out_dev, left_ns)
+            self._control_host.copy_(torch.tensor(words, dtype=torch.int64))
+            self.buffers.control.copy_(self._control_host, non_blocking=True)
+        self._call = _Call(
+            launch, layer, on_device, out, out_dev, gemm_plan(self.bundle, launch.sub_step.max_rows)
+        )
+        self._call.mark(self.stream, "begin")
+
+    def launch(self, stage: str) -> None:
+        call = self._running()
+        call.num_launches += 1
+        with torch.cuda.stream(self.stream):
+            _LAUNCH[stage](self.kernels, call)
+        call.mark(self.stream, stage)
+
+    def finish(self) -> SubStepReport:
+        call = self._running()
+        with torch.cuda.stream(self.stream):
+            if call.launch.closing:
+                self.kernels.close()
+            self._status_host.copy_(self.buffers.control, non_blocking=True)
+            if call.out is not call.out_dev:
+                call.out.copy_(call.out_dev, non_blocking=True)
+        call.mark(self.stream, "end")
+        # Every device-side wait is bounded by the launch's deadline, so this one ends too.
+        call.marks[-1][1].synchronize()
+        self._call = None
+        status = self._status_host.tolist()
+        self._raise_failures(call.launch, status)
+        return self._report(call, status)
+
+    def _raise_failures(self, launch: Launch, status: list[int]) -> None:
+        where = f"rank {self.rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
+        if status[Word.FAILED]:
+            missing = _ranks(status[Word.MISSING])
+            seen = status[Word.FAILED_SEEN]
+            kind = FlagKind(status[Word.FAILED_KIND]).name.lower()
+            raise PeerTimeoutError(
+                f"ranks {missing} did not come ({where}): waited for the {kind} flag of rank "
+                f"{status[Word.FAILED_SRC]}, expected epoch {launch.epoch}, seen {seen & 0xFFFFFFFF}",
+                missing,
+            )
+        refusing = _ranks(status[Word.REFUSED])
+        if refusing:
+            raise PeerRefusedError(
+                f"ranks {refusing} refused the call of slot {launch.slot_idx}, epoch {launch.epoch}", refusing
+            )
+
+    def _report(self, call: _Call, status: list[int]) -> SubStepReport:
+        sub_step = call.launch.sub_step
+        counted = counts_before_payload(sub_step.path)
+        peers = self.bundle.shape.num_ranks - 1
+        num_flags = (3 if counted else 2) + call.launch.closing
+        counts_bytes = 4 * self.bundle.shape.num_ranks * counted
+        fp8 = set(_ranks(status[Word.FP8]))
+        return SubStepReport(
+            path=sub_step.path,
+            runtime_capacity=sub_step.runtime_capacity,
+            num_rows_per_rank=sub_step.num_rows_per_rank,
+            row_format_per_rank=tuple(
+                RowFormat.FP8 if rank in fp8 else RowFormat.BF16
+                for rank in range(self.bundle.shape.num_ranks)
+            ),
+            counters=Counters(
+                count_exchanges=int(counted),
+                prepare_passes=int(counted),
+                launches=call.num_launches,
+                group_barriers=int(counted) + int(call.launch.closing),
+                bytes_sent=status[Word.BYTES_SENT] + peers * (num_flags * _FLAG_BYTES + counts_bytes),
+                padded_rows=status[Word.PADDED_ROWS],
+                dropped_slots=status[Word.DROPPED_SLOTS],
+                rows_received=status[Word.ROWS_RECEIVED],
+            ),
+            times=call.times(),
+        )
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
+        call, self._call = self._call, None
+        if call is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
+            return
+        with torch.cuda.stream(self.stream):
+            self.kernels.abort()
+        self.stream.synchronize()
+
+    def _running(self) -> _Call:
+        if self._call is None:
+            raise InternalError("no sub-step is under way: begin comes first; this is a bug")
+        return self._call
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.stream.synchronize()
+        groups.leave(self._group, self.rank)
+        self._layers = []
+
+
+class _Call:
+    """The sub-step under way: its tensors are kept until its kernels have finished."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        layer: BoundLayer,
+        batch: MoeBatch,
+        out: torch.Tensor,
+        out_dev: torch.Tensor,
+        gemms: GemmPlan,
+    ) -> None:
+        self.launch = launch
+        self.layer = layer
+        self.batch = batch
+        self.out = out
+        self.out_dev = out_dev
+        self.gemms = gemms
+        self.num_launches = 0
+        self.marks: list[tuple[str, torch.cuda.Event]] = []
+
+    @property
+    def compact(self) -> bool:
+        return counts_before_payload(self.launch.sub_step.path)
+
+    def mark(self, stream: torch.cuda.Stream, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        self.marks.append((name, event))
+
+    def times(self) -> StageTimes:
+        """Between the marks; waiting for peers is inside the stage that waits."""
+        spent: dict[str, float] = {}
+        for (_, before), (name, after) in zip(self.marks, self.marks[1:], strict=False):
+            field = "dispatch_us" if name == "prepare" else f"{name}_us"
+            if name != "end":
+                spent[field] = spent.get(field, 0.0) + before.elapsed_time(after) * 1e3
+        total_us = self.marks[0][1].elapsed_time(self.marks[-1][1]) * 1e3
+        return StageTimes(**spent, total_us=total_us)
+
+
+def _prepare(kernels: Kernels, call: _Call) -> None:
+    kernels.prepare()
+
+
+def _dispatch(kernels: Kernels, call: _Call) -> None:
+    kernels.dispatch(compact=call.compact, quantized=call.batch.hidden_states_sf is not None)
+    kernels.index(call.gemms, call.launch.sub_step.runtime_capacity, compact=call.compact)
+    if call.layer.w13 is not None:
+        kernels.expand()
+
+
+def _gemm1(kernels: Kernels, call: _Call) -> None:
+    if call.layer.w13 is not None:
+        kernels.gemm1(call.layer, call.gemms)
+
+
+def _gemm2(kernels: Kernels, call: _Call) -> None:
+    if call.layer.w13 is None:
+        kernels.identity()
+    else:
+        kernels.gemm2(call.layer, call.gemms)
+
+
+def _combine(kernels: Kernels, call: _Call) -> None:
+    kernels.combine()
+
+
+_LAUNCH: dict[str, Callable[[Kernels, _Call], None]] = {
+    "prepare": _prepare,
+    "dispatch": _dispatch,
+    "gemm1": _gemm1,
+    "gemm2": _gemm2,
+    "combine": _combine,
+}
+
+
+def _ranks(mask: int) -> list[int]:
+    return [rank for rank in range(record.MAX_RANKS) if mask >> rank & 1]
+
+
+def _to_device(batch: MoeBatch, device: torch.device) -> MoeBatch:
+    """The batch on the device; tensors that are there already are taken as they are."""
+    scales = batch.hidden_states_sf
+    return MoeBatch(
+        batch.hidden_states.to(device, non_blocking=True),
+        batch.topk_ids.to(device, non_blocking=True),
+        batch.topk_weights.to(device, non_blocking=True),
+        None if scales is None else scales.to(device, non_blocking=True),
+    )

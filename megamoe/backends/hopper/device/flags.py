@@ -1,0 +1,124 @@
+"""Flags between ranks in device code: 64-bit words (epoch, info), posted with release, waited for with a bound.
+
+A flag is written with one 8-byte store at system scope; its low half is the launch's 32-bit epoch, compared for
+equality only, so that generations may wrap; bit 63 is always set, so that zeroed memory is no flag of epoch 0. Every
+wait also looks at the abort line and gives up after the launch's timeout: it then records who is missing, tells all
+peers, and the kernels that follow do nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe.backends.hopper.record import INFO_ERROR, INFO_FP8, INFO_ROWS_MASK, POSTED, Word
+from megamoe.layout import CACHE_LINE_BYTES, FlagKind
+
+EPOCH = tl.constexpr(int(Word.EPOCH))
+TIMEOUT_NS = tl.constexpr(int(Word.TIMEOUT_NS))
+ABORTS_OFFSET = tl.constexpr(int(Word.ABORTS_OFFSET))
+FLAGS_OFFSET = tl.constexpr(int(Word.FLAGS_OFFSET))
+FAILED = tl.constexpr(int(Word.FAILED))
+MISSING = tl.constexpr(int(Word.MISSING))
+FAILED_KIND = tl.constexpr(int(Word.FAILED_KIND))
+FAILED_SRC = tl.constexpr(int(Word.FAILED_SRC))
+FAILED_SEEN = tl.constexpr(int(Word.FAILED_SEEN))
+LINE_BYTES = tl.constexpr(CACHE_LINE_BYTES)
+COUNTS_FLAG = tl.constexpr(int(FlagKind.COUNTS))
+PAYLOAD_FLAG = tl.constexpr(int(FlagKind.PAYLOAD))
+RETURN_FLAG = tl.constexpr(int(FlagKind.RETURN))
+CLOSE_FLAG = tl.constexpr(int(FlagKind.CLOSE))
+POSTED_BIT = tl.constexpr(POSTED)
+ERROR_BIT = tl.constexpr(INFO_ERROR)
+FP8_BIT = tl.constexpr(INFO_FP8)
+ROWS_MASK = tl.constexpr(INFO_ROWS_MASK)
+LOW_HALF = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def now_ns():
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fence_system():
+    """Order everything before against everything after, for all GPUs: with relaxed polls it makes an acquire."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def word64(address):
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def flag_line(control, kind):
+    """Offset of the flags of a kind, one per source rank."""
+    return tl.load(control + FLAGS_OFFSET) + kind * LINE_BYTES
+
+
+@triton.jit
+def post(control, bases, kind, info, own_rank, NUM_RANKS: tl.constexpr):
+    """Set this rank's flag of a kind at every rank. info: [NUM_RANKS] or scalar int64; what was written before by
+    this thread block, or by blocks that it has acquired from, is visible to whoever sees the flag."""
+    dst = tl.arange(0, NUM_RANKS)
+    address = tl.load(bases + dst) + flag_line(control, kind) + 8 * own_rank
+    value = tl.load(control + EPOCH) | ((info | POSTED_BIT) << 32)
+    tl.debug_barrier()
+    tl.atomic_xchg(word64(address), value + tl.zeros([NUM_RANKS], tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def abort(control, bases, missing, own_rank, NUM_RANKS: tl.constexpr):
+    """Post in every rank's abort line that the ranks of mask `missing` (int64) did not come to this launch."""
+    dst = tl.arange(0, NUM_RANKS)
+    address = tl.load(bases + dst) + tl.load(control + ABORTS_OFFSET) + 8 * own_rank
+    value = tl.load(control + EPOCH) | ((missing | POSTED_BIT) << 32)
+    tl.atomic_xchg(word64(address), value + tl.zeros([NUM_RANKS], tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
+    """Wait for the flags of the ranks in the mask `needed`. Returns (all came, words [NUM_RANKS] int64).
+
+    On a timeout, or when a peer gave this launch up, status words say who is missing and the result is False.
+    """
+    src = tl.arange(0, NUM_RANKS)
+    own = tl.load(bases + own_rank)
+    line = word64(own + flag_line(control, kind) + 8 * src)
+    aborts = word64(own + tl.load(control + ABORTS_OFFSET) + 8 * src)
+    epoch = tl.load(control + EPOCH)
+    timeout = tl.load(control + TIMEOUT_NS)
+    wanted = ((needed >> src) & 1) == 1
+    words = tl.load(line, volatile=True)
+    given_up = tl.load(aborts, volatile=True)
+    here = (words < 0) & ((words & LOW_HALF) == epoch)
+    lacking = tl.sum(tl.where(wanted & (here == 0), 1 << src, 0))
+    gone = tl.sum(tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), 1, 0))
+    started = now_ns()
+    late = False
+    while (lacking != 0) & (gone == 0) & (late == 0):
+        words = tl.load(line, volatile=True)
+        given_up = tl.load(aborts, volatile=True)
+        here = (words < 0) & ((words & LOW_HALF) == epoch)
+        lacking = tl.sum(tl.where(wanted & (here == 0), 1 << src, 0))
+        gone = tl.sum(tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), 1, 0))
+        late = now_ns() - started > timeout
+    if gone != 0:
+        masks = tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), (given_up >> 32) & 0xFF, 0)
+        tl.store(control + MISSING, tl.reduce_or(masks, 0))
+        tl.store(control + FAILED, 1)
+    elif lacking != 0:
+        first = tl.min(tl.where(((lacking >> src) & 1) == 1, src, NUM_RANKS))
+        abort(control, bases, lacking.to(tl.int64), own_rank, NUM_RANKS)
+        tl.store(control + MISSING, lacking.to(tl.int64))
+        tl.store(control + FAILED_KIND, kind)
+        tl.store(control + FAILED_SRC, first)
+        tl.store(control + FAILED_SEEN, tl.sum(tl.where(src == first, words, 0)))
+        tl.store(control + FAILED, 1)
+    fence_system()
+    return (lacking == 0) & (gone == 0), words

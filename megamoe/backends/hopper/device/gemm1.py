@@ -1,0 +1,168 @@
+"""GEMM1: rows times gate and up weights, SwiGLU in fp32, straight to MXFP8, laid out as GEMM2's token operand.
+
+The intermediate is rounded to MXFP8 (e4m3 times E8M0 per 32 features) and stored as the bf16 value of that, which is
+exact: GEMM2 needs no decode, and the numbers are those of an MXFP8 intermediate.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.backends.hopper.device import stream_loop as stream
+from megamoe.backends.hopper.device import wgmma_loop as tiled
+from megamoe.backends.hopper.device.mx_gluon import mxfp8_rounded, mxfp8_rounded_columns
+from megamoe.backends.hopper.device.stream_loop import (
+    ROW_HALVES,
+    TOKEN_BLOCK_BYTES,
+    TOKEN_CHUNK_BYTES,
+    UNIT_BYTES,
+)
+
+FEATURES: gl.constexpr = gl.constexpr(64)
+"""Features of a tile of 128 packed rows: two MX blocks."""
+
+
+@gluon.jit
+def swiglu(gate, up, limit):
+    """act(min(gate, limit)) * clamp(up, -limit, limit); limit is infinite where there is none."""
+    # Comparisons, not minimum and maximum: those would turn a NaN into the limit.
+    gate = gl.where(gate > limit, limit, gate)
+    up = gl.where(up > limit, limit, gl.where(up < 0.0 - limit, 0.0 - limit, up))
+    return gate / (1.0 + gl.exp(0.0 - gate)) * up
+
+
+@gluon.jit
+def _finish_stream(
+    acc, factor, limit, image, block, group, rows,
+    CHUNKS_OUT: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Sum, SwiGLU, round, and store one tile's 64 features of up to 8 * BLOCKS tokens into GEMM2's image."""
+    layout: gl.constexpr = stream.sum_layout(WARPS, BLOCKS, FEATURES)
+    gate = stream.sum_groups(stream.half_rows(acc, 0, WARPS, BLOCKS), layout) * factor
+    up = stream.sum_groups(stream.half_rows(acc, 1, WARPS, BLOCKS), layout) * factor
+    value = mxfp8_rounded(swiglu(gate, up, limit), 8 * BLOCKS, FEATURES).to(gl.bfloat16)
+    out: gl.constexpr = gl.SliceLayout(0, layout)
+    value = gl.convert_layout(value, out)
+    token = gl.arange(0, 8 * BLOCKS, layout=gl.SliceLayout(1, out))
+    feature = group * FEATURES + gl.arange(0, FEATURES, layout=gl.SliceLayout(0, out))
+    # chunk, 32-block t and position in it -> where stream.multiply looks for it
+    column = (feature // 128) * (TOKEN_CHUNK_BYTES // 2) + (feature // 32 % 4) * 8
+    column += (feature % 32 // 8) * 256 + feature % 8
+    row = (token // 8) * (TOKEN_BLOCK_BYTES // 2) + (token % 8) * 32
+    base = image + block.to(gl.int64) * (CHUNKS_OUT * (TOKEN_CHUNK_BYTES // 2))
+    gl.store(base + row[:, None] + column[None, :], value, mask=(token < rows)[:, None])
+
+
+@gluon.jit
+def gemm1_stream_kernel(
+    image_out, units, out_factor, image, work, counters, limit, num_slots,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
+    OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, image block, rows, unused; light
+    entries first."""
+    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    tid = gl.arange(0, 32 * WARPS, layout=threads)
+    warp = tid >> 5
+    lane = tid & 31
+    first, stop = stream.tile_range(counters, num_slots, GROUPS)
+    if first >= stop:
+        return
+    weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
+    tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
+    words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
+    steps: gl.constexpr = CHUNKS // (WARPS // ROW_HALVES)
+    for tile in range(first, stop, OCCUPANCY):
+        entry = work + tile // GROUPS * 4
+        block = gl.load(entry + 1)
+        rows = gl.load(entry + 2)
+        factor = gl.load(out_factor + gl.load(entry))
+        following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
+        this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
+        next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
+        chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
+        if rows > 8:
+            words, scales, acc2 = stream.multiply(
+                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 2
+            )
+            _finish_stream(acc2, factor, limit, image_out, block, tile % GROUPS, rows, CHUNKS_OUT, WARPS, 2)
+        else:
+            words, scales, acc1 = stream.multiply(
+                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 1
+            )
+            _finish_stream(acc1, factor, limit, image_out, block, tile % GROUPS, rows, CHUNKS_OUT, WARPS, 1)
+
+
+@gluon.jit
+def _finish_tiled(
+    acc, factor, limit, image, first_row, tile, rows,
+    COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """SwiGLU in the thread (gate and up rows are 8 apart), round, and store into GEMM2's row-major image."""
+    features: gl.constexpr = 8 * WARPS
+    x = gl.permute(
+        gl.reshape(acc * factor, [WARPS, 2, 8, BLOCK_N]), [0, 2, 3, 1]
+    )  # warp, g, token, gate or up
+    gate, up = gl.split(x)
+    h = gl.reshape(swiglu(gate, up, limit), [features // 32, 32, BLOCK_N])
+    value = mxfp8_rounded_columns(h).to(gl.bfloat16)
+    # feature 32 t + 4 j + 2 i + lo of a chunk -> position 16 j + 8 i + 2 t + lo
+    value = gl.reshape(value, [features // 32, 8, 2, 2, BLOCK_N])
+    value = gl.reshape(gl.permute(value, [4, 1, 2, 0, 3]), [BLOCK_N, features])
+    across: gl.constexpr = features // 8
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0])
+    value = gl.convert_layout(value, out)
+    token = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, out))
+    place = gl.arange(0, features, layout=gl.SliceLayout(0, out))
+    if WARPS == 8:
+        # Half a chunk: blocks t = 0, 1 or 2, 3, so that 4 of 8 positions are this tile's.
+        column = tile // 2 * 128 + place // 4 * 8 + tile % 2 * 4 + place % 4
+    else:
+        column = tile * features + place
+    base = image + (first_row + token).to(gl.int64)[:, None] * COLUMNS_OUT
+    gl.store(base + column[None, :], value, mask=(token < rows)[:, None])
+
+
+@gluon.jit
+def gemm1_tiled_kernel(
+    image_out, units, out_factor, image, work, num_entries, limit, num_programs,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, TILES: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Persistent over (entry, 16 * WARPS packed rows). work: int32 [entries, 4]: expert, first image row, rows."""
+    num_tiles = gl.load(num_entries) * TILES
+    first = gl.program_id(0)
+    if first >= num_tiles:
+        return
+    words_off, scales_off = tiled.thread_offsets(WARPS, CHUNKS)
+    row, at = tiled.tile_origin(units, work, first, TILES, CHUNKS, WARPS)
+    memory, bars = tiled.open_ring(image, row, STAGES)
+    chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for tile in range(first, num_tiles, num_programs):
+        row, at = tiled.tile_origin(units, work, tile, TILES, CHUNKS, WARPS)
+        more = tile + num_programs < num_tiles
+        next_row, next_at = tiled.tile_origin(
+            units, work, gl.where(more, tile + num_programs, tile), TILES, CHUNKS, WARPS
+        )
+        acc, chunks, slot, phase = tiled.multiply(
+            chunks, image, memory, bars, slot, phase, row, next_row, more,
+            at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
+            CHUNKS, AHEAD, STAGES, BLOCK_N, WARPS,
+        )  # fmt: skip
+        entry = work + tile // TILES * 4
+        factor = gl.load(out_factor + gl.load(entry))
+        _finish_tiled(
+            acc,
+            factor,
+            limit,
+            image_out,
+            row,
+            tile % TILES,
+            gl.load(entry + 2),
+            CHUNKS_OUT * 128,
+            BLOCK_N,
+            WARPS,
+        )

@@ -1,0 +1,142 @@
+"""GEMM2: intermediate rows times the down projection, rounded once to the result format, stored at their sources.
+
+Where a row goes is a ready address (its source's combine region, over NVLink if that is a peer), written by the
+index stage; this stage therefore also is the way back.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.backends.hopper.device import stream_loop as stream
+from megamoe.backends.hopper.device import wgmma_loop as tiled
+from megamoe.backends.hopper.device.mx_gluon import mx_exponents, power_of_two
+from megamoe.backends.hopper.device.stream_loop import ROW_HALVES, TOKEN_CHUNK_BYTES, UNIT_BYTES
+
+
+@gluon.jit
+def store_rows(
+    y, row_address, row_weight, first_row, rows, first_feature, HIDDEN: gl.constexpr, FP8: gl.constexpr
+):
+    """y [tokens, width] fp32 -> result rows: bf16, or weighted and MXFP8 (codes, then scales from byte HIDDEN on)."""
+    layout: gl.constexpr = y.type.layout
+    num_tokens: gl.constexpr = y.type.shape[0]
+    width: gl.constexpr = y.type.shape[1]
+    token = gl.arange(0, num_tokens, layout=gl.SliceLayout(1, layout))
+    feature = first_feature + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    inside = token < rows
+    address = gl.load(row_address + first_row + token, mask=inside, other=0)
+    mask = inside[:, None] & (feature < HIDDEN)[None, :]
+    if FP8:
+        weight = gl.load(row_weight + first_row + token, mask=inside, other=0.0)
+        blocks = gl.reshape(y * weight[:, None], [num_tokens, width // 32, 32])
+        exponent, bad = mx_exponents(blocks)
+        scaled = blocks * power_of_two(254 - gl.expand_dims(exponent, 2))
+        scaled = gl.where(gl.expand_dims(bad, 2), 0.0, scaled)
+        codes = gl.reshape(scaled.to(gl.float8e4nv), [num_tokens, width]).to(gl.uint8, bitcast=True)
+        byte = (address[:, None] + feature[None, :]).to(gl.pointer_type(gl.uint8))
+        gl.store(byte, gl.convert_layout(codes, layout), mask=mask)
+        scale = gl.where(bad, 255, exponent).to(gl.uint8)
+        by_token: gl.constexpr = gl.SliceLayout(1, scale.type.layout)
+        by_block: gl.constexpr = gl.SliceLayout(0, scale.type.layout)
+        block = first_feature // 32 + gl.arange(0, width // 32, layout=by_block)
+        base = gl.convert_layout(address, by_token)[:, None] + (HIDDEN + block)[None, :]
+        mask = gl.convert_layout(inside, by_token)[:, None] & (block * 32 < HIDDEN)[None, :]
+        gl.store(base.to(gl.pointer_type(gl.uint8)), scale, mask=mask)
+    else:
+        value = (address[:, None] + feature[None, :] * 2).to(gl.pointer_type(gl.bfloat16))
+        gl.store(value, y.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
+def _finish_stream(
+    acc, factor, row_address, row_weight, block, group, rows,
+    HIDDEN: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = stream.sum_layout(WARPS, BLOCKS, 128)
+    y = stream.sum_groups(stream.all_rows(acc, WARPS, BLOCKS), layout) * factor
+    store_rows(y, row_address, row_weight, block * 16, rows, group * 128, HIDDEN, FP8)
+
+
+@gluon.jit
+def gemm2_stream_kernel(
+    row_address, row_weight, units, out_factor, image, work, counters, num_slots,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
+    OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Persistent over (entry, 128 features of the hidden dimension). work: as for GEMM1."""
+    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    tid = gl.arange(0, 32 * WARPS, layout=threads)
+    warp = tid >> 5
+    lane = tid & 31
+    first, stop = stream.tile_range(counters, num_slots, GROUPS)
+    if first >= stop:
+        return
+    weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
+    tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
+    words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
+    steps: gl.constexpr = CHUNKS // (WARPS // ROW_HALVES)
+    for tile in range(first, stop, OCCUPANCY):
+        entry = work + tile // GROUPS * 4
+        block = gl.load(entry + 1)
+        rows = gl.load(entry + 2)
+        factor = gl.load(out_factor + gl.load(entry))
+        following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
+        this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
+        next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
+        chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
+        if rows > 8:
+            words, scales, acc2 = stream.multiply(
+                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 2
+            )
+            _finish_stream(
+                acc2, factor, row_address, row_weight, block, tile % GROUPS, rows, HIDDEN, FP8, WARPS, 2
+            )
+        else:
+            words, scales, acc1 = stream.multiply(
+                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 1
+            )
+            _finish_stream(
+                acc1, factor, row_address, row_weight, block, tile % GROUPS, rows, HIDDEN, FP8, WARPS, 1
+            )
+
+
+@gluon.jit
+def gemm2_tiled_kernel(
+    row_address, row_weight, units, out_factor, image, work, num_entries, num_programs,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Persistent over (entry, 16 * WARPS features). work: int32 [entries, 4]: expert, first image row, rows, unused."""
+    num_tiles = gl.load(num_entries) * TILES
+    first = gl.program_id(0)
+    if first >= num_tiles:
+        return
+    words_off, scales_off = tiled.thread_offsets(WARPS, CHUNKS)
+    row, at = tiled.tile_origin(units, work, first, TILES, CHUNKS, WARPS)
+    memory, bars = tiled.open_ring(image, row, STAGES)
+    chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WARPS, 2 * WARPS], [WARPS, 1], [1, 0])
+    for tile in range(first, num_tiles, num_programs):
+        row, at = tiled.tile_origin(units, work, tile, TILES, CHUNKS, WARPS)
+        more = tile + num_programs < num_tiles
+        next_row, next_at = tiled.tile_origin(
+            units, work, gl.where(more, tile + num_programs, tile), TILES, CHUNKS, WARPS
+        )
+        acc, chunks, slot, phase = tiled.multiply(
+            chunks, image, memory, bars, slot, phase, row, next_row, more,
+            at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
+            CHUNKS, AHEAD, STAGES, BLOCK_N, WARPS,
+        )  # fmt: skip
+        entry = work + tile // TILES * 4
+        y = acc * gl.load(out_factor + gl.load(entry))
+        if not FP8:
+            # Rounded before it crosses shared memory: half the bytes.
+            y = y.to(gl.bfloat16)
+        y = gl.convert_layout(gl.permute(y, (1, 0)), out)
+        store_rows(
+            y, row_address, row_weight, row, gl.load(entry + 2), tile % TILES * (16 * WARPS), HIDDEN, FP8
+        )

@@ -1,0 +1,174 @@
+"""Index: wait for payload, find this rank's routed rows, and lay out the GEMMs' work. One thread block an expert.
+
+The routed rows of an expert are ordered (source rank, token, slot), as on every backend, and start at a multiple of
+16. Every block counts all experts' rows itself (a histogram of the ids that arrived), so that no block waits for
+another; then it lists its own expert's rows and cuts them into entries.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megamoe.backends.hopper import plan
+from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device.dispatch import count_table
+from megamoe.backends.hopper.record import MAX_RANKS, Word
+
+CAPACITY = tl.constexpr(int(Word.CAPACITY))
+META_OFFSET = tl.constexpr(int(Word.META_OFFSET))
+COMBINE_OFFSET = tl.constexpr(int(Word.COMBINE_OFFSET))
+ROWS_PER_RANK = tl.constexpr(int(Word.ROWS_PER_RANK))
+REFUSED = tl.constexpr(int(Word.REFUSED))
+FAILED = tl.constexpr(int(Word.FAILED))
+ROWS_RECEIVED = tl.constexpr(int(Word.ROWS_RECEIVED))
+PADDED_ROWS = tl.constexpr(int(Word.PADDED_ROWS))
+BYTES_SENT = tl.constexpr(int(Word.BYTES_SENT))
+BLOCK_ROWS = tl.constexpr(plan.BLOCK_ROWS)
+ENTRY_WORDS = tl.constexpr(plan.ENTRY_WORDS)
+LIGHT_ROWS = tl.constexpr(plan.LIGHT_ROWS)
+NUM_LIGHT_ENTRIES = tl.constexpr(plan.Counter.NUM_LIGHT_ENTRIES)
+NUM_HEAVY_ENTRIES = tl.constexpr(plan.Counter.NUM_HEAVY_ENTRIES)
+NUM_TILED_ENTRIES = tl.constexpr(plan.Counter.NUM_TILED_ENTRIES)
+NUM_BLOCKS = tl.constexpr(plan.Counter.NUM_BLOCKS)
+NUM_ROUTED_ROWS = tl.constexpr(plan.Counter.NUM_ROUTED_ROWS)
+MASK_OF_RANKS = tl.constexpr(MAX_RANKS)
+STREAM_FLAG = tl.constexpr(1 << 8)
+"""In a block's info: its expert goes to the streaming kernel. The low byte is the block's rows."""
+
+
+@triton.jit
+def cut(count, STREAM_MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(light, heavy, tiled) entries of experts with `count` rows; a light one holds the last up to 8 of them."""
+    streaming = count <= STREAM_MAX_ROWS
+    rest = count % BLOCK_ROWS
+    is_light = (rest > 0) & (rest <= LIGHT_ROWS)
+    light = tl.where(streaming & is_light, 1, 0)
+    heavy = tl.where(streaming, count // BLOCK_ROWS + tl.where(rest > LIGHT_ROWS, 1, 0), 0)
+    return light, heavy, tl.where(streaming, 0, (count + BLOCK_N - 1) // BLOCK_N)
+
+
+@triton.jit
+def _write_entries(entries, expert, first, unit, size, count, number):
+    """entries [number, 4]: (expert, first + j * unit, rows, 0), entry j holding `size` rows from j * size on."""
+    for start in range(0, number, 128):
+        j = start + tl.arange(0, 128)
+        inside = j < number
+        where = entries + j * ENTRY_WORDS
+        tl.store(where, expert + tl.zeros([128], tl.int32), mask=inside)
+        tl.store(where + 1, first + j * unit, mask=inside)
+        tl.store(where + 2, tl.minimum(count - j * size, size), mask=inside)
+        tl.store(where + 3, tl.zeros([128], tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["own_rank"])
+def index_kernel(
+    control, bases, row_slot, row_address, row_weight, block_info, work,
+    stream_offset, tiled_offset,
+    own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
+    META_WORDS: tl.constexpr, COUNTS_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
+    COMPACT: tl.constexpr, STREAM_MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Tables out: row_slot int32, row_address int64, row_weight fp32 by routed row; block_info int32 by 16 rows;
+    work int32, see plan.py. SLOTS, BINS: num_topk and experts + 1, rounded up to powers of two."""
+    expert = tl.program_id(0)
+    rank = tl.arange(0, NUM_RANKS)
+    agreed = tl.load(control + ROWS_PER_RANK + rank)
+    needed = tl.sum(tl.where((agreed > 0) | COMPACT, 1 << rank, 0))
+    ok, words = flags.wait(control, bases, flags.PAYLOAD_FLAG, needed, own_rank, NUM_RANKS)
+    ok = ok & (tl.load(control + FAILED, volatile=True) == 0)
+    info = (words >> 32) & 0x7FFFFFFF
+    wanted = ((needed >> rank) & 1) == 1
+    if COMPACT:
+        table = count_table(control, bases, own_rank, NUM_RANKS, COUNTS_WORDS)
+        rows_from = tl.sum(tl.where(rank[None, :] == own_rank, table, 0), axis=1)
+        first_slot = tl.cumsum(rows_from, axis=0) - rows_from
+    else:
+        rows_from = tl.where(wanted, (info & flags.ROWS_MASK).to(tl.int32), 0)
+        first_slot = rank * tl.load(control + CAPACITY).to(tl.int32)
+    rows_from = tl.where(ok, rows_from, 0)
+    meta = (tl.load(bases + own_rank) + tl.load(control + META_OFFSET)).to(tl.pointer_type(tl.int32))
+
+    # How many rows every expert has.
+    lane = tl.arange(0, BLOCK_TOKENS * SLOTS)
+    token_in, slot = lane // SLOTS, lane % SLOTS
+    counts = tl.zeros([BINS], tl.int32)
+    for src in range(NUM_RANKS):
+        num_rows = tl.sum(tl.where(rank == src, rows_from, 0))
+        first = tl.sum(tl.where(rank == src, first_slot, 0))
+        for start in range(0, num_rows, BLOCK_TOKENS):
+            token = start + token_in
+            inside = (token < num_rows) & (slot < NUM_TOPK)
+            local = tl.load(
+                meta + (first + token).to(tl.int64) * META_WORDS + 1 + slot, mask=inside, other=-1
+            )
+            local = local - own_rank * EXPERTS_PER_RANK
+            mine = (local >= 0) & (local < EXPERTS_PER_RANK)
+            counts += tl.histogram(tl.where(mine, local, BINS - 1), BINS)
+    bin_idx = tl.arange(0, BINS)
+    counts = tl.where(bin_idx < EXPERTS_PER_RANK, counts, 0)
+    blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    light, heavy, tiled = cut(counts, STREAM_MAX_ROWS, BLOCK_N)
+    num_light = tl.sum(light)
+    before = bin_idx < expert
+    count = tl.sum(tl.where(bin_idx == expert, counts, 0))
+    first_block = tl.sum(tl.where(before, blocks, 0))
+    first_row = first_block * BLOCK_ROWS
+
+    # This expert's rows, in order.
+    listed = 0
+    remote = 0
+    for src in range(NUM_RANKS):
+        num_rows = tl.sum(tl.where(rank == src, rows_from, 0))
+        first = tl.sum(tl.where(rank == src, first_slot, 0))
+        results = tl.load(bases + src) + tl.load(control + COMBINE_OFFSET)
+        before_src = listed
+        for start in range(0, num_rows, BLOCK_TOKENS):
+            token = start + token_in
+            inside = (token < num_rows) & (slot < NUM_TOPK)
+            words_at = meta + (first + token).to(tl.int64) * META_WORDS
+            local = tl.load(words_at + 1 + slot, mask=inside, other=-1) - own_rank * EXPERTS_PER_RANK
+            mine = inside & (local == expert)
+            place = first_row + listed + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+            src_token = tl.load(words_at, mask=mine, other=0)
+            weight = tl.load(words_at + 1 + NUM_TOPK + slot, mask=mine, other=0)
+            tl.store(row_slot + place, first + token, mask=mine)
+            result = (src_token * NUM_TOPK + slot).to(tl.int64)
+            tl.store(row_address + place, results + result * RESULT_STRIDE, mask=mine)
+            tl.store(row_weight + place, weight.to(tl.float32, bitcast=True), mask=mine)
+            listed += tl.sum(mine.to(tl.int32))
+        if src != own_rank:
+            remote += listed - before_src
+    tl.atomic_add(control + BYTES_SENT, remote.to(tl.int64) * RESULT_BYTES, sem="relaxed")
+
+    # Its blocks and entries.
+    own_light, own_heavy, own_tiled = cut(count, STREAM_MAX_ROWS, BLOCK_N)
+    kind = tl.where(count <= STREAM_MAX_ROWS, STREAM_FLAG, 0)
+    own_blocks = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
+    for start in range(0, own_blocks, 128):
+        j = start + tl.arange(0, 128)
+        rows = tl.minimum(count - j * BLOCK_ROWS, BLOCK_ROWS)
+        tl.store(block_info + first_block + j, rows | kind, mask=j < own_blocks)
+    light_entries = work + stream_offset + tl.sum(tl.where(before, light, 0)) * ENTRY_WORDS
+    heavy_entries = work + stream_offset + (num_light + tl.sum(tl.where(before, heavy, 0))) * ENTRY_WORDS
+    tiled_entries = work + tiled_offset + tl.sum(tl.where(before, tiled, 0)) * ENTRY_WORDS
+    full = count // BLOCK_ROWS
+    _write_entries(
+        light_entries, expert, first_block + full, 1, BLOCK_ROWS, count - full * BLOCK_ROWS, own_light
+    )
+    _write_entries(heavy_entries, expert, first_block, 1, BLOCK_ROWS, count, own_heavy)
+    _write_entries(tiled_entries, expert, first_row, BLOCK_N, BLOCK_N, count, own_tiled)
+    if expert == 0:
+        tl.store(work + NUM_LIGHT_ENTRIES, num_light)
+        tl.store(work + NUM_HEAVY_ENTRIES, tl.sum(heavy))
+        tl.store(work + NUM_TILED_ENTRIES, tl.sum(tiled))
+        tl.store(work + NUM_BLOCKS, tl.sum(blocks))
+        tl.store(work + NUM_ROUTED_ROWS, tl.sum(counts))
+        tl.store(control + ROWS_RECEIVED, tl.sum(counts).to(tl.int64))
+        padded = (
+            num_light * LIGHT_ROWS + tl.sum(heavy) * BLOCK_ROWS + tl.sum(tiled) * BLOCK_N - tl.sum(counts)
+        )
+        tl.store(control + PADDED_ROWS, padded.to(tl.int64))
+        refused = wanted & ((info & flags.ERROR_BIT) != 0)
+        tl.store(control + REFUSED, tl.sum(tl.where(refused, 1 << rank, 0)).to(tl.int64))

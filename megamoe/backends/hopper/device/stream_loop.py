@@ -1,0 +1,249 @@
+"""The streaming expert GEMM: up to 16 rows of an expert against 128 rows of its weights, `mma.sync`, DRAM-bound.
+
+Weights never touch shared memory: every thread loads 16-byte pieces that are already MMA fragments (packing.py) and
+reloads each register for the next step right after its use, across tile borders too, so that loads are always in
+flight. A thread block is ROW_HALVES x k_groups warps; warps of one row half split K by chunks and are summed through
+shared memory in a fixed order.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.backends.hopper import fragments, packing, plan
+
+UNIT_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_BYTES)
+WORD_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_WORD_BYTES)
+TILES: gl.constexpr = gl.constexpr(packing.TILES_PER_UNIT)
+LIGHT_COST: gl.constexpr = gl.constexpr(plan.LIGHT_COST)
+HEAVY_COST: gl.constexpr = gl.constexpr(plan.HEAVY_COST)
+ROW_HALVES: gl.constexpr = gl.constexpr(2)
+TOKEN_BLOCK_BYTES: gl.constexpr = gl.constexpr(8 * packing.CHUNK * 2)
+"""One chunk of 8 tokens, bf16: [4 pieces][lane][16 B]."""
+TOKEN_CHUNK_BYTES: gl.constexpr = gl.constexpr(2 * 8 * packing.CHUNK * 2)
+
+_LOAD4_STREAM = fragments.load(4, 0, fragments.STREAM)
+_LOAD2_STREAM = fragments.load(2, 0, fragments.STREAM)
+_LOAD4_KEEP = fragments.load(4, 0, fragments.KEEP)
+LOAD4_STREAM: gl.constexpr = gl.constexpr(_LOAD4_STREAM[0])
+LOAD2_STREAM: gl.constexpr = gl.constexpr(_LOAD2_STREAM[0])
+LOAD4_KEEP: gl.constexpr = gl.constexpr(_LOAD4_KEEP[0])
+LOAD4_ARGS: gl.constexpr = gl.constexpr(_LOAD4_STREAM[1])
+LOAD2_ARGS: gl.constexpr = gl.constexpr(_LOAD2_STREAM[1])
+MMA1_EVEN: gl.constexpr = gl.constexpr(fragments.mma_half_tile(1, False)[0])
+MMA1_ODD: gl.constexpr = gl.constexpr(fragments.mma_half_tile(1, True)[0])
+MMA1_ARGS: gl.constexpr = gl.constexpr(fragments.mma_half_tile(1, True)[1])
+MMA2_EVEN: gl.constexpr = gl.constexpr(fragments.mma_half_tile(2, False)[0])
+MMA2_ODD: gl.constexpr = gl.constexpr(fragments.mma_half_tile(2, True)[0])
+MMA2_ARGS: gl.constexpr = gl.constexpr(fragments.mma_half_tile(2, True)[1])
+# ptxas sinks the reloads to the end of the loop; a warp barrier that it cannot move keeps some where they belong.
+FENCE: gl.constexpr = gl.constexpr("bar.warp.sync 0xffffffff;\nmov.u32 $0, 0;")
+
+
+@gluon.jit
+def load_words(address):
+    """4 words of one half of a tile."""
+    return gl.inline_asm_elementwise(
+        LOAD4_STREAM,
+        LOAD4_ARGS,
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_tokens(address):
+    """4 token registers: 8 of K of one token."""
+    return gl.inline_asm_elementwise(
+        LOAD4_KEEP,
+        LOAD4_ARGS,
+        [address],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def load_scales(unit_address, lane):
+    """The 8 scale bytes of a lane: words of tiles (0, 1) and (2, 3)."""
+    address = unit_address + WORD_BYTES - lane * 8  # unit_address already counts 16 bytes a lane
+    return gl.inline_asm_elementwise(
+        LOAD2_STREAM, LOAD2_ARGS, [address], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def load_unit(address, lane):
+    """All words and scales of a thread's unit: (32 words: [half][tile][4], 2 scale words)."""
+    words = ()
+    for half in gl.static_range(2):
+        for tile in gl.static_range(TILES):
+            words = words + load_words(address + (tile * 1024 + half * 512))
+    return words, load_scales(address, lane)
+
+
+@gluon.jit
+def _pick(values, first: gl.constexpr, count: gl.constexpr):
+    out = ()
+    for i in gl.static_range(count):
+        out = out + (values[first + i],)
+    return out
+
+
+@gluon.jit
+def _mma(words, scale, tokens, acc, ODD: gl.constexpr, BLOCKS: gl.constexpr):
+    if BLOCKS == 1:
+        out = gl.inline_asm_elementwise(
+            MMA1_ODD if ODD else MMA1_EVEN,
+            MMA1_ARGS,
+            [words[0], words[1], words[2], words[3], scale]
+            + [tokens[0], tokens[1], tokens[2], tokens[3], tokens[4], tokens[5], tokens[6], tokens[7]]
+            + [acc[0], acc[1], acc[2], acc[3]],
+            dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        out = gl.inline_asm_elementwise(
+            MMA2_ODD if ODD else MMA2_EVEN,
+            MMA2_ARGS,
+            [words[0], words[1], words[2], words[3], scale]
+            + [tokens[0], tokens[1], tokens[2], tokens[3], tokens[4], tokens[5], tokens[6], tokens[7]]
+            + [tokens[8], tokens[9], tokens[10], tokens[11], tokens[12], tokens[13], tokens[14], tokens[15]]
+            + [acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
+            dtype=(gl.float32,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    return out
+
+
+@gluon.jit
+def _tile_at(cost, num_light):
+    heavy = num_light + (cost - num_light * LIGHT_COST) // HEAVY_COST
+    return gl.where(cost < num_light * LIGHT_COST, cost // LIGHT_COST, heavy)
+
+
+@gluon.jit
+def tile_range(counters, num_slots, GROUPS: gl.constexpr):
+    """First tile and end of this program: programs of one multiprocessor (slot) share a contiguous range of equal
+    cost (plan.stream_range). counters: numbers of light and heavy entries."""
+    num_light = gl.load(counters) * GROUPS
+    total = num_light * LIGHT_COST + gl.load(counters + 1) * (GROUPS * HEAVY_COST)
+    slot = gl.program_id(0) % num_slots
+    first = _tile_at(total * slot // num_slots, num_light) + gl.program_id(0) // num_slots
+    return first, _tile_at(total * (slot + 1) // num_slots, num_light)
+
+
+@gluon.jit
+def tile_address(weights, work, tile, GROUPS: gl.constexpr, CHUNKS: gl.constexpr):
+    """Address of a thread's first unit of a tile; weights: of its first unit of expert 0's first row group."""
+    expert = gl.load(work + tile // GROUPS * 4)
+    return weights + (expert * GROUPS + tile % GROUPS).to(gl.int64) * (CHUNKS * 2 * UNIT_BYTES)
+
+
+@gluon.jit
+def multiply(
+    words, scales, lane, tokens, this_tile, next_tile, steps, WARPS: gl.constexpr, BLOCKS: gl.constexpr
+):
+    """One tile: 64 rows a warp times BLOCKS x 8 tokens over the warp's share of K.
+
+    words, scales: the tile's first unit, loaded. tokens, this_tile: this thread's addresses of its first token chunk
+    and unit; next_tile: of the unit that follows the tile. Returns the words and scales of next_tile, and the
+    accumulators: for each tile of 16 rows and block of 8 tokens (row g, tokens 2t and 2t + 1; row g + 8, the same).
+    """
+    acc = ()
+    for _ in gl.static_range(TILES * BLOCKS * 4):
+        acc = acc + (gl.full([32 * WARPS], 0.0, gl.float32, layout=lane.type.layout),)
+    for step in range(steps):
+        chunk = tokens + step * (WARPS // ROW_HALVES * TOKEN_CHUNK_BYTES)
+        following = gl.where(step == steps - 1, next_tile, this_tile + (step + 1) * (WARPS * UNIT_BYTES))
+        new_words = ()
+        for half in gl.static_range(2):
+            token_words = ()
+            for block in gl.static_range(BLOCKS):
+                for piece in gl.static_range(2):
+                    token_words = token_words + load_tokens(
+                        chunk + (block * TOKEN_BLOCK_BYTES + (2 * half + piece) * 512)
+                    )
+            new_acc = ()
+            for tile in gl.static_range(TILES):
+                new_acc = new_acc + _mma(
+                    _pick(words, (half * TILES + tile) * 4, 4),
+                    scales[tile // 2],
+                    token_words,
+                    _pick(acc, tile * 4 * BLOCKS, 4 * BLOCKS),
+                    tile % 2 == 1,
+                    BLOCKS,
+                )
+                new_words = new_words + load_words(following + (tile * 1024 + half * 512))
+                if BLOCKS == 2 and tile % 2 == 1 and not (half == 1 and tile == TILES - 1):
+                    gl.inline_asm_elementwise(
+                        FENCE, "=r,r", [lane + step], dtype=gl.int32, is_pure=False, pack=1
+                    )
+            acc = new_acc
+        words = new_words
+        scales = load_scales(following, lane)
+    return words, scales, acc
+
+
+@gluon.jit
+def _token_pair(acc, tile: gl.constexpr, block: gl.constexpr, part: gl.constexpr, BLOCKS: gl.constexpr):
+    """[threads, token 2t or 2t + 1] of rows g (part 0) or g + 8 (part 1) of a tile."""
+    first: gl.constexpr = (tile * BLOCKS + block) * 4 + part * 2
+    return gl.join(acc[first], acc[first + 1])
+
+
+@gluon.jit
+def _half_rows(acc, block: gl.constexpr, part: gl.constexpr, BLOCKS: gl.constexpr):
+    """[threads, token, tile bit 0, tile bit 1]."""
+    low = gl.join(_token_pair(acc, 0, block, part, BLOCKS), _token_pair(acc, 1, block, part, BLOCKS))
+    high = gl.join(_token_pair(acc, 2, block, part, BLOCKS), _token_pair(acc, 3, block, part, BLOCKS))
+    return gl.join(low, high)
+
+
+@gluon.jit
+def half_rows(acc, part: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr):
+    """Partial sums [K groups, 8 * BLOCKS tokens, 64]: rows g (part 0: gates) or g + 8 (part 1: ups) of all tiles."""
+    x = _half_rows(acc, 0, part, BLOCKS)
+    if BLOCKS == 2:
+        x = gl.join(x, _half_rows(acc, 1, part, BLOCKS))
+    groups: gl.constexpr = WARPS // ROW_HALVES
+    x = gl.reshape(
+        x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, BLOCKS]
+    )  # K group, row half, g, t, token, tile, tile, block
+    x = gl.permute(x, [0, 7, 3, 4, 1, 6, 5, 2])
+    return gl.reshape(x, [groups, 8 * BLOCKS, ROW_HALVES * 32])
+
+
+@gluon.jit
+def all_rows(acc, WARPS: gl.constexpr, BLOCKS: gl.constexpr):
+    """Partial sums [K groups, 8 * BLOCKS tokens, 128]: the rows in their packed order."""
+    x = gl.join(_half_rows(acc, 0, 0, BLOCKS), _half_rows(acc, 0, 1, BLOCKS))
+    if BLOCKS == 2:
+        x = gl.join(x, gl.join(_half_rows(acc, 1, 0, BLOCKS), _half_rows(acc, 1, 1, BLOCKS)))
+    groups: gl.constexpr = WARPS // ROW_HALVES
+    # K group, row half, g, t, token, tile, tile, part, block
+    x = gl.reshape(x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, 2, BLOCKS])
+    x = gl.permute(x, [0, 8, 3, 4, 1, 6, 5, 7, 2])
+    return gl.reshape(x, [groups, 8 * BLOCKS, ROW_HALVES * 64])
+
+
+@gluon.jit
+def sum_groups(partial, layout: gl.constexpr):
+    """Sum over K groups in ascending order through shared memory; layout holds all groups in one thread."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
+    memory = gl.allocate_shared_memory(gl.float32, partial.shape, shared, partial)
+    return gl.sum(memory.load(layout), axis=0)
+
+
+@gluon.constexpr_function
+def sum_layout(warps, blocks, width):
+    """Layout of sum_groups for [K groups, 8 * blocks, width]: all K groups and a run of columns a thread."""
+    run = max(1, min(8, 8 * blocks * width // (32 * warps)))
+    across = min(32, width // run)
+    return gl.BlockedLayout([warps // 2, 1, run], [1, 32 // across, across], [1, warps, 1], [2, 1, 0])

@@ -1,0 +1,339 @@
+"""Launches of one rank's stages on the current stream: the host side of the kernel files, one method a stage.
+
+Nothing here reads device memory or waits. Grids follow from the device and from how many ranks share it; what a
+kernel does follows from the control block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.backends.hopper import record
+from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, counts_before_payload, result_bytes
+from megamoe.backends.hopper.device import close, combine, dispatch, expand, identity, index, prepare
+from megamoe.backends.hopper.packing import PackedMatrix
+from megamoe.backends.hopper.plan import (
+    GEMM1_STREAM,
+    GEMM2_STREAM,
+    Counter,
+    GemmPlan,
+    TiledPlan,
+    grid_share,
+    index_block_tokens,
+    next_power_of_2,
+)
+from megamoe.bundle import Path, RowFormat
+
+_BLOCK = 1024
+"""Columns that a thread block of dispatch or combine handles at a time."""
+_PREPARE_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Device:
+    """What grids follow from. num_virtual_ranks: ranks of the group that share this GPU."""
+
+    num_sms: int
+    num_virtual_ranks: int = 1
+
+    @property
+    def share(self) -> int:
+        """Multiprocessors of one rank."""
+        return grid_share(self.num_sms, self.num_virtual_ranks)
+
+
+class Kernels:
+    """One rank's launches."""
+
+    def __init__(self, buffers: RankBuffers, device: Device, row_format: RowFormat) -> None:
+        self.buffers = buffers
+        self.device = device
+        self.fp8 = row_format is RowFormat.FP8
+        self.result_bytes = result_bytes(buffers.shape, row_format)
+        shape = buffers.shape
+        self._limit = shape.swiglu_limit or float("inf")
+        self._block = min(_BLOCK, next_power_of_2(shape.hidden))
+        self._ranks = {"own_rank": buffers.rank, "NUM_RANKS": shape.num_ranks}
+        self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
+        self._descriptors: dict[tuple[int, int, int], Any] = {}
+
+    def prepare(self) -> None:
+        b = self.buffers
+        prepare.prepare_kernel[(1,)](
+            b.control,
+            b.bases,
+            b.token_index,
+            **self._ranks,
+            **self._routing,
+            COUNTS_WORDS=b.layout.counts_words,
+            BLOCK_TOKENS=min(_PREPARE_TOKENS, max(next_power_of_2(b.layout.capacity), 16)),
+            num_warps=8,
+        )
+
+    def dispatch(self, *, compact: bool, quantized: bool) -> None:
+        b = self.buffers
+        dispatch.dispatch_kernel[(4 * self.device.share,)](
+            b.control,
+            b.bases,
+            b.token_index,
+            b.ticket,
+            **self._ranks,
+            **self._routing,
+            HIDDEN=b.shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            META_WORDS=b.layout.meta_words,
+            META_BLOCK=next_power_of_2(b.layout.meta_words),
+            COUNTS_WORDS=b.layout.counts_words,
+            BLOCK=self._block,
+            COMPACT=compact,
+            QUANTIZED=quantized,
+            num_warps=4,
+        )
+
+    def index(self, gemms: GemmPlan, capacity: int, *, compact: bool) -> None:
+        """capacity: of the runtime that serves the step."""
+        b, shape = self.buffers, self.buffers.shape
+        index.index_kernel[(shape.num_experts_per_rank,)](
+            b.control,
+            b.bases,
+            b.row_slot,
+            b.row_address,
+            b.row_weight,
+            b.block_info,
+            b.work,
+            b.sizes.stream_offset,
+            b.sizes.tiled_offset,
+            **self._ranks,
+            **self._routing,
+            META_WORDS=b.layout.meta_words,
+            COUNTS_WORDS=b.layout.counts_words,
+            RESULT_STRIDE=b.layout.result_bytes,
+            RESULT_BYTES=self.result_bytes,
+            COMPACT=compact,
+            STREAM_MAX_ROWS=gemms.stream_max_rows,
+            BLOCK_N=gemms.block_n,
+            BLOCK_TOKENS=index_block_tokens(shape, capacity),
+            SLOTS=next_power_of_2(shape.num_topk),
+            BINS=next_power_of_2(shape.num_experts_per_rank + 1),
+            num_warps=8,
+        )
+
+    def expand(self) -> None:
+        b = self.buffers
+        expand.expand_kernel[(4 * self.device.share,)](
+            b.control,
+            b.bases,
+            b.image,
+            b.row_slot,
+            b.block_info,
+            b.work,
+            own_rank=b.rank,
+            HIDDEN=b.shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            COLUMNS=b.sizes.image_columns,
+            PIECE=expand.EXPAND_COLUMNS,
+            num_warps=8,
+        )
+
+    def gemm1(self, layer: BoundLayer, gemms: GemmPlan) -> None:
+        from megamoe.backends.hopper.device import gemm1
+
+        assert layer.w13 is not None
+        b = self.buffers
+        chunks = {"CHUNKS": b.image.shape[1] // 128, "CHUNKS_OUT": b.middle.shape[1] // 128}
+        if gemms.stream_max_rows:
+            gemm1.gemm1_stream_kernel[(self.device.share * GEMM1_STREAM.occupancy,)](
+                b.middle,
+                layer.w13.units,
+                layer.w13.out_factor,
+                b.image,
+                b.work[b.sizes.stream_offset :],
+                b.work[Counter.NUM_LIGHT_ENTRIES :],
+                self._limit,
+                self.device.share,
+                **chunks,
+                GROUPS=b.sizes.gemm1_groups,
+                OCCUPANCY=GEMM1_STREAM.occupancy,
+                WARPS=GEMM1_STREAM.warps,
+                num_warps=GEMM1_STREAM.warps,
+                maxnreg=128,
+            )
+        tiled = gemms.tiled(b.shape.hidden)
+        grid = self.device.share * tiled.occupancy
+        gemm1.gemm1_tiled_kernel[(grid,)](
+            b.middle,
+            layer.w13.units,
+            layer.w13.out_factor,
+            self._tokens(b.image, tiled),
+            b.work[b.sizes.tiled_offset :],
+            b.work[Counter.NUM_TILED_ENTRIES :],
+            self._limit,
+            grid,
+            **chunks,
+            **_tiled_options(tiled, b.sizes.gemm1_groups),
+        )
+
+    def gemm2(self, layer: BoundLayer, gemms: GemmPlan) -> None:
+        from megamoe.backends.hopper.device import gemm2
+
+        assert layer.w2 is not None
+        b = self.buffers
+        common = {
+            "HIDDEN": b.shape.hidden,
+            "CHUNKS": b.middle.shape[1] // 128,
+            "FP8": self.fp8,
+        }
+        if gemms.stream_max_rows:
+            gemm2.gemm2_stream_kernel[(self.device.share * GEMM2_STREAM.occupancy,)](
+                b.row_address,
+                b.row_weight,
+                layer.w2.units,
+                layer.w2.out_factor,
+                b.middle,
+                b.work[b.sizes.stream_offset :],
+                b.work[Counter.NUM_LIGHT_ENTRIES :],
+                self.device.share,
+                **common,
+                GROUPS=b.sizes.gemm2_groups,
+                OCCUPANCY=GEMM2_STREAM.occupancy,
+                WARPS=GEMM2_STREAM.warps,
+                num_warps=GEMM2_STREAM.warps,
+                maxnreg=128,
+            )
+        tiled = gemms.tiled(b.shape.intermediate)
+        grid = self.device.share * tiled.occupancy
+        gemm2.gemm2_tiled_kernel[(grid,)](
+            b.row_address,
+            b.row_weight,
+            layer.w2.units,
+            layer.w2.out_factor,
+            self._tokens(b.middle, tiled),
+            b.work[b.sizes.tiled_offset :],
+            b.work[Counter.NUM_TILED_ENTRIES :],
+            grid,
+            **common,
+            **_tiled_options(tiled, b.sizes.gemm2_groups),
+        )
+
+    def identity(self) -> None:
+        b = self.buffers
+        identity.identity_kernel[(4 * self.device.share,)](
+            b.control,
+            b.bases,
+            b.row_slot,
+            b.row_address,
+            b.row_weight,
+            b.block_info,
+            b.work,
+            own_rank=b.rank,
+            HIDDEN=b.shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            FP8=self.fp8,
+            PIECE=expand.EXPAND_COLUMNS,
+            num_warps=8,
+        )
+
+    def post_return(self) -> None:
+        b = self.buffers
+        combine.post_return_kernel[(1,)](b.control, b.bases, **self._ranks, FP8=self.fp8, num_warps=1)
+
+    def combine(self, *, post: bool = True) -> None:
+        """post=False: after post_return, where ranks take turns on one stream."""
+        b = self.buffers
+        combine.combine_kernel[(4 * self.device.share,)](
+            b.control,
+            b.bases,
+            **self._ranks,
+            **self._routing,
+            HIDDEN=b.shape.hidden,
+            RESULT_STRIDE=b.layout.result_bytes,
+            BLOCK=self._block,
+            FP8=self.fp8,
+            POST=post,
+            num_warps=4,
+            # The oracle multiplies, rounds, and adds; a fused multiply-add would round once.
+            enable_fp_fusion=False,
+        )
+
+    def close(self) -> None:
+        """Closing flags of a cut step, posted and waited for."""
+        b = self.buffers
+        close.close_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1)
+
+    def abort(self) -> None:
+        """Tell all peers that this rank gives the launch up."""
+        b = self.buffers
+        close.abort_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1)
+
+    def warm_up(self, plans: Iterable[GemmPlan], capacities: Mapping[Path, Iterable[int]]) -> None:
+        """Compile and load every kernel that steps of these plans and runtimes can need.
+
+        Must happen before any rank's first launch: loading code may wait for the device, and so for a kernel of a
+        peer that itself waits for this rank. Runs everything once on memory of its own, with no rows and no patience.
+        """
+        b = self.buffers
+        scratch = torch.zeros(1 << 16, dtype=torch.uint8, device=b.device)
+        real = b.bases.clone()
+        b.bases.fill_(scratch.data_ptr())
+        words = [0] * record.NUM_WORDS
+        words[record.Word.ABORTS_OFFSET] = 4096
+        words[record.Word.COUNTS_OFFSET] = 8192
+        b.control.copy_(torch.tensor(words, dtype=torch.int64))
+        none = torch.zeros((b.shape.num_experts_per_rank, 1), dtype=torch.uint8, device=b.device)
+        factors = torch.ones(b.shape.num_experts_per_rank, device=b.device)
+        layer = BoundLayer(PackedMatrix(none, factors, 0, 0), PackedMatrix(none, factors, 0, 0))
+        for path, values in capacities.items():
+            compact = counts_before_payload(path)
+            if compact:
+                self.prepare()
+            for quantized in (False, True):
+                self.dispatch(compact=compact, quantized=quantized)
+            for gemms in plans:
+                for capacity in values:
+                    self.index(gemms, capacity, compact=compact)
+        self.expand()
+        self.identity()
+        for gemms in plans:
+            self.gemm1(layer, gemms)
+            self.gemm2(layer, gemms)
+        self.combine()
+        self.close()
+        self.abort()
+        torch.cuda.synchronize(b.device)
+        b.bases.copy_(real)
+        b.control.zero_()
+        torch.cuda.synchronize(b.device)
+
+    def _tokens(self, image: torch.Tensor, tiled: TiledPlan) -> Any:
+        """TMA descriptor of an image: boxes of block_n rows by a stage's columns."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        columns = 128 * tiled.chunks_per_stage
+        key = (image.data_ptr(), tiled.block_n, columns)
+        if key not in self._descriptors:
+            layout = NVMMASharedLayout(128, 16, rank=2)
+            self._descriptors[key] = TensorDescriptor.from_tensor(image, [tiled.block_n, columns], layout)
+        return self._descriptors[key]
+
+
+def _tiled_options(tiled: TiledPlan, groups: int) -> dict[str, Any]:
+    """Constants and options of a tiled kernel; groups: row groups of an expert's matrix."""
+    options = {
+        "TILES": groups * 8 // tiled.warps,
+        "AHEAD": tiled.ahead,
+        "STAGES": tiled.stages,
+        "BLOCK_N": tiled.block_n,
+        "WARPS": tiled.warps,
+        "num_warps": tiled.warps,
+    }
+    return options if tiled.num_regs is None else options | {"maxnreg": tiled.num_regs}
+
+
+def bytes_of(matrix: PackedMatrix) -> int:
+    """Device bytes of a packed matrix."""
+    return matrix.units.numel() + 4 * matrix.out_factor.numel()

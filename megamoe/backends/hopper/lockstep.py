@@ -1,0 +1,182 @@
+"""All ranks of a group in one process, taking turns: stage after stage, each for all ranks, without ever waiting.
+
+Runs the torch references on any device, or the kernels on one stream of one GPU, over the same buffers. The protocol
+is the real one (slots, counts, flags, double buffers); only its overlap is missing. Tests use it to compare every
+stage of the kernels with its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megamoe import mx
+from megamoe.backends import Launch
+from megamoe.backends.hopper import references
+from megamoe.backends.hopper.buffers import (
+    BoundLayer,
+    RankBuffers,
+    allocate_heap,
+    control_words,
+    counts_before_payload,
+)
+from megamoe.backends.hopper.packing import pack_w2, pack_w13
+from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
+from megamoe.backends.hopper.references import Batch, Group
+from megamoe.batch import MoeBatch
+from megamoe.bundle import Bundle, Path
+from megamoe.layout import plan_layout
+from megamoe.path import SubStep
+from megamoe.weights import LayerWeights
+
+IDENTITY = BoundLayer(None, None)
+_TIMEOUT_NS = 2_000_000_000
+
+
+def pack_layer(weights: LayerWeights, device: torch.device, version: int = 0) -> BoundLayer:
+    """One rank's experts in kernel order on the device."""
+    views = weights.as_bytes()
+    w13 = pack_w13(views.w13_codes.to(device), views.w13_scales.to(device))
+    w2 = pack_w2(views.w2_codes.to(device), views.w2_scales.to(device))
+    return BoundLayer(w13, w2, version)
+
+
+@dataclass
+class Lockstep:
+    """A group of virtual ranks and, where a stage is to run as a kernel, its launches by rank."""
+
+    bundle: Bundle
+    device: torch.device
+    kernels: Sequence[Any] = ()
+    """megamoe.backends.hopper.kernels.Kernels of each rank; empty: references only."""
+    group: Group = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout = plan_layout(self.bundle, num_slots=1)
+        heaps = [allocate_heap(layout, self.device) for _ in range(layout.num_ranks)]
+        addresses = [heap.data_ptr() for heap in heaps]
+        ranks = [
+            RankBuffers(layout, rank=rank, heap_addresses=addresses, device=self.device)
+            for rank in range(layout.num_ranks)
+        ]
+        self.group = Group(heaps, ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.bundle.shape.num_ranks
+
+    def gemm_plan(self, path: Path, max_rows: int) -> GemmPlan:
+        deployment = self.bundle.deployment
+        return plan_gemms(
+            self.bundle.shape,
+            max_rows,
+            batch_invariant=deployment.batch_invariant,
+            fp8_rows=deployment.combine_row_format == "fp8",
+        )
+
+    def forward(
+        self, batches: Sequence[MoeBatch], layers: Sequence[BoundLayer], path: Path, epoch: int
+    ) -> list[torch.Tensor]:
+        """Outputs [n, hidden] bf16 of all ranks, on the group's device."""
+        counts = tuple(batch.num_rows for batch in batches)
+        capacity = min(c for c in self.bundle.capacities(path) if c >= max(counts))
+        sub_step = SubStep(
+            sub_step_idx=0,
+            start_row=0,
+            stop_row=max(counts),
+            path=path,
+            runtime_capacity=capacity,
+            num_rows_per_rank=counts,
+        )
+        launch = Launch(
+            slot_idx=0,
+            epoch=epoch,
+            buffer_idx=epoch & 1,
+            sub_step=sub_step,
+            closing=False,
+            refused=False,
+            deadline_s=0.0,
+        )
+        device_batches = [_on(batch, self.device) for batch in batches]
+        outs = [
+            torch.full(
+                (batch.num_rows, self.bundle.shape.hidden), float("nan"), device=self.device
+            ).bfloat16()
+            for batch in batches
+        ]
+        for rank, (batch, out) in enumerate(zip(device_batches, outs, strict=True)):
+            words = control_words(self.group.ranks[rank].layout, launch, batch, out, _TIMEOUT_NS)
+            self.group.ranks[rank].control.copy_(torch.tensor(words, dtype=torch.int64))
+        gemms = self.gemm_plan(path, max(counts))
+        compact = counts_before_payload(path)
+        if self.kernels:
+            self._kernels(device_batches, layers, gemms, capacity, compact)
+            return outs
+        return self._references([_quantized(batch) for batch in device_batches], layers, gemms, compact)
+
+    def _references(
+        self, batches: Sequence[Batch], layers: Sequence[BoundLayer], gemms: GemmPlan, compact: bool
+    ) -> list[torch.Tensor]:
+        group, ranks = self.group, range(self.num_ranks)
+        row_format = self.bundle.deployment.combine_row_format
+        for rank in ranks if compact else ():
+            references.prepare(group, rank, batches[rank])
+        for rank in ranks:
+            references.dispatch(group, rank, batches[rank], compact=compact)
+        for rank in ranks:
+            references.index(group, rank, gemms, compact=compact)
+            if layers[rank].w13 is None:
+                references.identity(group, rank, row_format)
+            else:
+                references.expand(group, rank)
+                references.gemm1(group, rank, layers[rank])
+                references.gemm2(group, rank, layers[rank], row_format)
+            references.post_return(group, rank, row_format)
+        return [references.combine(group, rank, batches[rank], row_format) for rank in ranks]
+
+    def _kernels(
+        self,
+        batches: Sequence[MoeBatch],
+        layers: Sequence[BoundLayer],
+        gemms: GemmPlan,
+        capacity: int,
+        compact: bool,
+    ) -> None:
+        for kernels in self.kernels if compact else ():
+            kernels.prepare()
+        for kernels, batch in zip(self.kernels, batches, strict=True):
+            kernels.dispatch(compact=compact, quantized=batch.hidden_states_sf is not None)
+        for kernels, layer in zip(self.kernels, layers, strict=True):
+            kernels.index(gemms, capacity, compact=compact)
+            if layer.w13 is None:
+                kernels.identity()
+            else:
+                kernels.expand()
+                kernels.gemm1(layer, gemms)
+                kernels.gemm2(layer, gemms)
+            kernels.post_return()
+        for kernels in self.kernels:
+            kernels.combine(post=False)
+
+
+def _on(batch: MoeBatch, device: torch.device) -> MoeBatch:
+    scales = batch.hidden_states_sf
+    return MoeBatch(
+        batch.hidden_states.to(device),
+        batch.topk_ids.to(device),
+        batch.topk_weights.to(device),
+        None if scales is None else scales.to(device),
+    )
+
+
+def _quantized(batch: MoeBatch) -> Batch:
+    if batch.hidden_states_sf is None:
+        codes, scales = references.quantize(batch.hidden_states)
+    else:
+        scales = batch.hidden_states_sf
+        bad = (scales == mx.SCALE_NAN).repeat_interleave(mx.BLOCK, dim=1)
+        codes = batch.hidden_states.masked_fill(bad, 0)
+    return Batch(codes, scales, batch.topk_ids, batch.topk_weights)

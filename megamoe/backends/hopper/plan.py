@@ -1,0 +1,233 @@
+"""Which kernels with which tiles serve a step, and how large their tables are: pure functions of agreed numbers.
+
+Tiles never depend on a rank's own counts: they follow from the agreed maximum of rows a rank, so that all ranks, and
+`compact` and `large_m`, multiply the same rows in the same way. Inside a launch each expert goes to one of two
+kernels by its own row count: up to `stream_max_rows` to the streaming kernel in entries of 16 rows, above it to the
+tiled kernel in entries of `block_n` rows. Both find their entries in tables that the index stage writes on the
+device; nothing here is known on the host when it is launched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.backends.hopper.packing import CHUNK, ROW_GROUP, padded_columns, padded_rows
+from megamoe.shape import MoeShape
+
+BLOCK_ROWS = 16
+"""Rows of routed tables and token images start at multiples of this for every expert."""
+LIGHT_ROWS = 8
+"""Streaming entries of up to 8 rows need one MMA a step, of up to 16 two."""
+LIGHT_COST, HEAVY_COST = 6, 7
+"""Time of a tile of either kind, relative: 272 and 315 us for 48 experts' GEMM1, V4-Pro, H200."""
+ENTRY_WORDS = 4
+"""A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, unused."""
+COUNTER_WORDS = 16
+MIN_BLOCK_N, MAX_BLOCK_N = 32, 256
+STREAM_LIMIT = 32
+"""Rows of an expert up to which the streaming kernel reads weights once or twice (H200: 460 us for 48 experts of 16
+rows, 571 us for the tiled kernel at 32; V4-Pro, one rank)."""
+
+
+class Counter:
+    """Words at the head of the work table, written by the index stage."""
+
+    NUM_LIGHT_ENTRIES = 0
+    NUM_HEAVY_ENTRIES = 1
+    NUM_TILED_ENTRIES = 2
+    NUM_BLOCKS = 3
+    NUM_ROUTED_ROWS = 4
+
+
+def stream_range(slot: int, num_slots: int, num_light: int, num_heavy: int) -> tuple[int, int]:
+    """Tiles [first, stop) of one multiprocessor, light ones first in the numbering, by equal cost (device code:
+    stream_loop.tile_range). Contiguous, so that tiles of an expert find its tokens in L1."""
+
+    def tile_at(cost: int) -> int:
+        if cost < num_light * LIGHT_COST:
+            return cost // LIGHT_COST
+        return num_light + (cost - num_light * LIGHT_COST) // HEAVY_COST
+
+    total = num_light * LIGHT_COST + num_heavy * HEAVY_COST
+    return tile_at(total * slot // num_slots), tile_at(total * (slot + 1) // num_slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """Streaming kernel: warps of a thread block and blocks a multiprocessor (prototype's optimum on an H200)."""
+
+    warps: int
+    occupancy: int
+
+
+GEMM1_STREAM = StreamPlan(warps=8, occupancy=2)
+GEMM2_STREAM = StreamPlan(warps=4, occupancy=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledPlan:
+    """Tiled kernel: warps x 16 rows of weights times block_n tokens.
+
+    stages of chunks_per_stage x 128 of K are in flight for tokens, `ahead` chunks for weights. num_regs: register cap
+    a thread, None = as the compiler likes. occupancy: blocks a multiprocessor."""
+
+    warps: int
+    block_n: int
+    stages: int
+    chunks_per_stage: int
+    ahead: int
+    num_regs: int | None
+    occupancy: int
+
+
+_TILED = {
+    32: TiledPlan(warps=16, block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=1),
+    64: TiledPlan(warps=16, block_n=64, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=1),
+    128: TiledPlan(warps=16, block_n=128, stages=4, chunks_per_stage=1, ahead=2, num_regs=128, occupancy=1),
+    256: TiledPlan(warps=8, block_n=256, stages=3, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmPlan:
+    """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel."""
+
+    stream_max_rows: int
+    block_n: int
+
+    def tiled(self, num_columns: int) -> TiledPlan:
+        """The tiled kernel's settings for a matrix with that many columns (before padding)."""
+        plan = _TILED[self.block_n]
+        num_chunks = padded_columns(num_columns) // CHUNK
+        if num_chunks // plan.chunks_per_stage >= plan.stages - 1:
+            return plan
+        return TiledPlan(**(vars(plan) | {"chunks_per_stage": 1}))
+
+
+def plan_gemms(
+    shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
+) -> GemmPlan:
+    """Choose by rows per expert if all ranks bring max_rows evenly.
+
+    Thresholds: V4-Pro, one H200, see docs/hopper.md. fp8_rows: the widest tile has no shared memory left to weight
+    and quantize rows in. batch_invariant: one kernel for every row, whatever its mates.
+    """
+    mean = max_rows * shape.num_topk * shape.num_ranks / shape.num_experts
+    stream_max_rows = STREAM_LIMIT if mean <= 12 and not batch_invariant else 0
+    if mean <= 24:
+        # Beside the streaming kernel only hot experts are left, which have many rows.
+        return GemmPlan(stream_max_rows=stream_max_rows, block_n=64 if stream_max_rows else 32)
+    if mean <= 80:
+        return GemmPlan(stream_max_rows=0, block_n=64)
+    if mean <= 192 or fp8_rows:
+        return GemmPlan(stream_max_rows=0, block_n=128)
+    return GemmPlan(stream_max_rows=0, block_n=256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSizes:
+    """Sizes of one rank's private tables for a runtime of `capacity` tokens per source rank."""
+
+    shape: MoeShape
+    capacity: int
+
+    @property
+    def max_routed_rows(self) -> int:
+        """Every slot of every token of every source may name this rank."""
+        return self.shape.num_ranks * self.capacity * self.shape.num_topk
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of routed tables and images: each expert's start at a multiple of BLOCK_ROWS, and the last tile may
+        read MAX_BLOCK_N rows whoever's they are."""
+        experts = min(self.shape.num_experts_per_rank, self.max_routed_rows)
+        rows = self.max_routed_rows + experts * (BLOCK_ROWS - 1)
+        return -(-rows // BLOCK_ROWS) * BLOCK_ROWS + MAX_BLOCK_N
+
+    @property
+    def num_blocks(self) -> int:
+        return self.padded_rows // BLOCK_ROWS
+
+    @property
+    def max_stream_entries(self) -> int:
+        return self.shape.num_experts_per_rank * -(-STREAM_LIMIT // BLOCK_ROWS)
+
+    @property
+    def max_tiled_entries(self) -> int:
+        return self.shape.num_experts_per_rank + self.max_routed_rows // MIN_BLOCK_N
+
+    @property
+    def stream_offset(self) -> int:
+        """First word of the streaming kernel's entries in the work table."""
+        return COUNTER_WORDS
+
+    @property
+    def tiled_offset(self) -> int:
+        return self.stream_offset + ENTRY_WORDS * self.max_stream_entries
+
+    @property
+    def work_words(self) -> int:
+        return self.tiled_offset + ENTRY_WORDS * self.max_tiled_entries
+
+    @property
+    def image_columns(self) -> int:
+        """K of GEMM1: hidden, padded."""
+        return padded_columns(self.shape.hidden)
+
+    @property
+    def middle_columns(self) -> int:
+        """K of GEMM2: intermediate, padded."""
+        return padded_columns(self.shape.intermediate)
+
+    @property
+    def gemm1_groups(self) -> int:
+        """Row groups of w13: gate and up rows of the padded intermediate."""
+        return 2 * self.middle_columns // ROW_GROUP
+
+    @property
+    def gemm2_groups(self) -> int:
+        return padded_rows(self.shape.hidden) // ROW_GROUP
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all private tables and images."""
+        images = 2 * self.padded_rows * (self.image_columns + self.middle_columns)
+        rows = self.padded_rows * (4 + 4 + 8) + 4 * self.num_blocks
+        return images + rows + 4 * self.work_words + 4 * self.capacity * self.shape.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Entries of one expert, as the index stage must write them."""
+
+    first_row: int
+    rows: tuple[int, ...]
+    streaming: bool
+
+
+def expert_entries(rows_per_expert: list[int], plan: GemmPlan) -> list[Expected]:
+    """Where each expert's rows lie and how they are cut: what the index stage computes on the device."""
+    out = []
+    first_row = 0
+    for count in rows_per_expert:
+        streaming = count <= plan.stream_max_rows
+        size = BLOCK_ROWS if streaming else plan.block_n
+        cuts = tuple(min(size, count - start) for start in range(0, count, size))
+        out.append(Expected(first_row=first_row, rows=cuts, streaming=streaming))
+        first_row += -(-count // BLOCK_ROWS) * BLOCK_ROWS
+    return out
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def index_block_tokens(shape: MoeShape, capacity: int) -> int:
+    """Tokens that the index stage looks at together: few for small steps (latency), many for large (throughput)."""
+    slots = next_power_of_2(shape.num_topk)
+    return max(min(next_power_of_2(capacity), 4096 // slots), 16)
+
+
+def grid_share(num_sms: int, num_virtual_ranks: int) -> int:
+    """Thread blocks that a rank's waiting kernels may have so that those of all ranks on a device are resident."""
+    return max(num_sms // num_virtual_ranks, 1)

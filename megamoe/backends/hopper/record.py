@@ -1,0 +1,63 @@
+"""The control block: everything about one sub-step that a kernel reads from memory instead of from its arguments.
+
+64 words of int64 in device memory, written by one copy from pinned memory before the first kernel. Captured graphs
+therefore hold no epoch, row count or tensor address: they can be replayed for any launch of their path and binding.
+The second half is what kernels write back: failure, who is missing, what was refused, and counts.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+NUM_WORDS = 64
+MAX_RANKS = 8
+
+POSTED = 1 << 31
+"""Set in the info half of every flag: a zeroed word is never taken for a flag of epoch 0."""
+INFO_ERROR = 1 << 30
+"""The source joined with zero rows because its caller's call was refused."""
+INFO_FP8 = 1 << 29
+"""Result rows of this owner are FP8 with the routing weight applied."""
+INFO_ROWS_MASK = (1 << 24) - 1
+
+
+class Word(IntEnum):
+    """Words of the control block. Offsets are bytes from a rank's heap base, of the buffer that the launch uses."""
+
+    EPOCH = 0
+    NUM_ROWS = 1
+    INFO = 2
+    TIMEOUT_NS = 3
+    CAPACITY = 4
+    HIDDEN_PTR = 5
+    SF_PTR = 6
+    IDS_PTR = 7
+    WEIGHTS_PTR = 8
+    OUT_PTR = 9
+    FLAGS_OFFSET = 10
+    COUNTS_OFFSET = 11
+    META_OFFSET = 12
+    ROWS_OFFSET = 13
+    COMBINE_OFFSET = 14
+    ABORTS_OFFSET = 15
+    ROWS_PER_RANK = 16
+    """Agreed rows of each rank: MAX_RANKS words."""
+
+    FAILED = 32
+    """1 once a wait of this launch ended without its flags."""
+    MISSING = 33
+    """Mask of ranks that did not come."""
+    FAILED_KIND = 34
+    FAILED_SRC = 35
+    FAILED_SEEN = 36
+    REFUSED = 37
+    """Mask of ranks that joined with the error bit."""
+    FP8 = 38
+    """Mask of owner ranks whose rows are FP8."""
+    ROWS_RECEIVED = 39
+    PADDED_ROWS = 40
+    DROPPED_SLOTS = 41
+    BYTES_SENT = 42
+
+
+FIRST_STATUS = int(Word.FAILED)

@@ -1,0 +1,102 @@
+"""Kernel planning: what is chosen follows from agreed numbers, and tables hold every legal routing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from megamoe.backends.hopper import plan
+from megamoe.backends.hopper.packing import CHUNK
+from megamoe.shape import MoeShape, preset
+
+V4_PRO = preset("deepseek-v4-pro")
+SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "stream_max_rows", "block_n"),
+    [(1, 32, 64), (64, 32, 64), (128, 0, 32), (256, 0, 64), (512, 0, 64), (1024, 0, 128), (8192, 0, 256)],
+)
+def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: int) -> None:
+    got = plan.plan_gemms(V4_PRO, max_rows)
+    assert (got.stream_max_rows, got.block_n) == (stream_max_rows, block_n)
+
+
+def test_one_kernel_for_all_rows_when_batch_invariant() -> None:
+    chosen = {plan.plan_gemms(V4_PRO, rows, batch_invariant=True).stream_max_rows for rows in (1, 64, 8192)}
+    assert chosen == {0}
+
+
+def test_fp8_rows_never_use_the_widest_tile() -> None:
+    assert plan.plan_gemms(V4_PRO, 8192, fp8_rows=True).block_n == 128
+
+
+@pytest.mark.parametrize("max_rows", [1, 128, 512, 2048, 8192])
+@pytest.mark.parametrize("num_columns", [32, 512, 1536, 3072, 7168])
+def test_token_ring_runs_at_most_one_tile_ahead(max_rows: int, num_columns: int) -> None:
+    tiled = plan.plan_gemms(V4_PRO, max_rows).tiled(num_columns)
+    chunks = -(-num_columns // 512) * 512 // CHUNK
+    assert chunks % tiled.chunks_per_stage == 0
+    assert chunks // tiled.chunks_per_stage >= tiled.stages - 1
+    assert chunks % tiled.ahead == 0
+    assert tiled.ahead % tiled.chunks_per_stage == 0
+    ring_bytes = tiled.stages * tiled.block_n * tiled.chunks_per_stage * CHUNK * 2
+    assert ring_bytes * tiled.occupancy <= 200 * 1024
+
+
+@pytest.mark.parametrize("shape", [V4_PRO, SMALL, SMALL.with_ranks(1)])
+@pytest.mark.parametrize("capacity", [1, 64, 512])
+@pytest.mark.parametrize("max_rows_share", [0.1, 1.0])
+def test_tables_hold_the_worst_routings(shape: MoeShape, capacity: int, max_rows_share: float) -> None:
+    sizes = plan.TableSizes(shape=shape, capacity=capacity)
+    experts = shape.num_experts_per_rank
+    total = sizes.max_routed_rows
+    chosen = plan.plan_gemms(shape, max(int(capacity * max_rows_share), 1))
+    even = [total // experts + (idx < total % experts) for idx in range(experts)]
+    one_row_each = [1] * min(experts, total) + [0] * max(experts - total, 0)
+    one_row_each[0] += total - sum(one_row_each)
+    edges = [plan.STREAM_LIMIT + 1] * experts
+    for counts in (even, [total] + [0] * (experts - 1), one_row_each, edges):
+        if sum(counts) > total:
+            continue
+        entries = plan.expert_entries(counts, chosen)
+        last = max(e.first_row + sum(e.rows) for e in entries)
+        assert last + plan.MAX_BLOCK_N <= sizes.padded_rows + plan.BLOCK_ROWS
+        assert sum(len(e.rows) for e in entries if e.streaming) <= sizes.max_stream_entries
+        assert sum(len(e.rows) for e in entries if not e.streaming) <= sizes.max_tiled_entries
+        assert [sum(e.rows) for e in entries] == counts
+        assert all(e.first_row % plan.BLOCK_ROWS == 0 for e in entries)
+
+
+def test_memory_of_a_v4_pro_rank() -> None:
+    decode = plan.TableSizes(shape=V4_PRO, capacity=512)
+    assert decode.num_bytes < 0.6e9
+    prefill = plan.TableSizes(shape=V4_PRO, capacity=8192)
+    assert 8.0e9 < prefill.num_bytes < 8.3e9
+
+
+@pytest.mark.parametrize(("capacity", "tokens"), [(1, 16), (128, 128), (512, 512), (8192, 512)])
+def test_index_blocks_grow_with_the_step(capacity: int, tokens: int) -> None:
+    assert plan.index_block_tokens(V4_PRO, capacity) == tokens
+
+
+def test_waiting_kernels_of_all_ranks_fit_on_one_device() -> None:
+    assert plan.grid_share(132, 8) * 8 <= 132
+    assert plan.grid_share(4, 8) == 1
+
+
+@pytest.mark.parametrize("num_slots", [1, 16, 132])
+@pytest.mark.parametrize(("num_light", "num_heavy"), [(0, 0), (1, 0), (0, 5), (48 * 40, 48 * 8), (100, 4000)])
+def test_stream_ranges_cover_all_tiles_at_equal_cost(num_slots: int, num_light: int, num_heavy: int) -> None:
+    ranges = [plan.stream_range(slot, num_slots, num_light, num_heavy) for slot in range(num_slots)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == num_light + num_heavy
+    assert all(before[1] == after[0] for before, after in pairwise(ranges))
+
+    def cost(first: int, stop: int) -> int:
+        light = max(min(stop, num_light) - first, 0)
+        return light * plan.LIGHT_COST + (stop - first - light) * plan.HEAVY_COST
+
+    total = num_light * plan.LIGHT_COST + num_heavy * plan.HEAVY_COST
+    assert max(cost(*r) for r in ranges) <= total / num_slots + 2 * plan.HEAVY_COST
