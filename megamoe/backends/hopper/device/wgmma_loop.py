@@ -158,7 +158,7 @@ def multiply(
     """One tile. chunks: its first AHEAD chunks of weights, loaded. slot, phase: ring position of its first stage.
 
     row: first token row; next_row, next_*: where the following tile's tokens and weights begin; more: there is one.
-    Returns (accumulator [16 * WARPS, BLOCK_N] fp32, chunks, slot, phase); the following tile's first loads are under way.
+    Returns (accumulator [16 * WARPS, BLOCK_N] fp32, chunks, slot, phase); the next tile's first loads are under way.
     """
     layout: gl.constexpr = accumulator_layout(WARPS, BLOCK_N)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
