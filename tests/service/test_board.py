@@ -112,6 +112,10 @@ def test_no_wake_is_lost_between_many_writers(group_name: str, board: Board) -> 
                 time.sleep(0.0005)
 
     doorbell = board.segment.word(board.doorbell(rank)[0])
+    threading.Timer(0.1, lambda: writers[0].bell(rank)(False)).start()
+    started = time.monotonic()
+    assert doorbell.wait_while(doorbell.load(), 20.0)
+    assert time.monotonic() - started < 10.0, "a ring wakes, it does not only change the word"
     threads = [threading.Thread(target=ring, args=(idx,)) for idx in range(num_writers)]
     for thread in threads:
         thread.start()

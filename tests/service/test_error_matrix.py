@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megamoe import Path, PathPolicy, Phase, PlanId, StepPlan
+from megamoe.errors import PeerTimeoutError
 from service.admission import AdmissionLimits
 from service.board import CallId
 from service.messages import (
@@ -400,6 +401,67 @@ def test_a_sequence_that_nobody_sends_is_given_up(tier: Tier) -> None:
     one_error(replies, "peer_timeout", f"must follow sequence {lost}, which came to no rank within 10 s")  # type: ignore[arg-type]
     one_error(tier.layer(plan, 0, sequence=lost), "stale_call", f"sequence {lost} is done")
     tier.works()
+
+
+def test_ranks_behind_a_given_up_sequence_go_on_at_once(tier: Tier) -> None:
+    """No clock moves: giving up wakes who waits for it, after a refusal and after a timeout."""
+    group = tier.group
+    plan = tier.open()
+    refused = group.send(3, tier.calls(plan, 0, change={3: BAD_ID})[3])
+    behind = {rank: group.send(rank, call) for rank, call in tier.calls(plan, 1).items() if rank != 3}
+    group.settle()
+    assert isinstance(group.poll(refused), ErrorReply)
+    assert sorted(group.inside) == [0, 1, 2]
+    behind[3] = group.send(3, tier.calls(plan, 1, sequence=tier.sequence - 1)[3])
+    group.settle()
+    assert all(isinstance(group.poll(one), LayerReply) for one in behind.values())
+
+    begun = [group.send(rank, call) for rank, call in tier.calls(plan, 2, ranks=(0, 2, 3)).items()]
+    waiting = group.send(1, tier.calls(plan, 3)[1])
+    group.settle()
+    for rank, work in list(group.inside.items()):
+        group._finish(rank, work, PeerTimeoutError("rank 1 did not come", [1]))
+    assert all(isinstance(group.poll(one), ErrorReply) for one in begun)
+    group.settle()
+    assert sorted(group.inside) == [1]
+    rest = group.ask_all(tier.calls(plan, 3, ranks=(0, 2, 3), sequence=tier.sequence - 1))
+    assert all(isinstance(reply, LayerReply) for reply in (*rest.values(), group.poll(waiting)))
+    tier.works()
+
+
+def test_calls_may_come_in_any_order(tier: Tier) -> None:
+    group = tier.group
+    plan = tier.open()
+    first, second = tier.calls(plan, 0), tier.calls(plan, 1)
+    sent = [group.send(1, second[1]), *(group.send(rank, first[rank]) for rank in (0, 2, 3))]
+    group.settle()
+    assert sorted(group.inside) == [0, 2, 3]
+    sent += [group.send(1, first[1]), *(group.send(rank, second[rank]) for rank in (3, 2, 0))]
+    group.settle()
+    assert all(isinstance(group.poll(one), LayerReply) for one in sent)
+
+
+def test_a_sequence_begun_by_a_rank_that_vanished_is_given_up(tier: Tier) -> None:
+    group = tier.group
+    plan = tier.open()
+    group.send(0, tier.calls(plan, 0)[0])
+    waiting = {rank: group.send(rank, call) for rank, call in tier.calls(plan, 1).items() if rank}
+    group.settle()
+    assert list(group.inside) == [0]
+    group.now += 19.9
+    for rank in (1, 2, 3):
+        group.turn(rank)
+    assert list(group.inside) == [0]
+    group.now += 0.2
+    for _ in range(3):
+        for rank in (1, 2, 3):
+            group.turn(rank)
+    assert sorted(group.inside) == [0, 1, 2, 3]
+    slot = group.states[2].calls._order.read(tier.sequence - 2)
+    assert slot is not None
+    assert slot.error is not None
+    assert "neither finished nor given up within 20 s" in slot.error.message
+    assert all(group.poll(one) is None for one in waiting.values())
 
 
 def test_all_ranks_calling_a_closed_plan_are_told_at_once(tier: Tier) -> None:
