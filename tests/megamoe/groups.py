@@ -97,7 +97,7 @@ class Case:
     no_expert_share: float = 0.0
     duplicate_share: float = 0.0
     poison: str = ""
-    """ "nan" or "inf": put into one element of every third row of rank 1."""
+    """ "nan" or "inf": put into one element of every third row of rank 1; of quantized rows: a NaN code."""
     quantized: bool = False
     exact: bool = False
     """Rows that MXFP8 holds exactly and power-of-two weights, for bitwise transport tests."""
@@ -120,18 +120,21 @@ def batch_of(case: Case, shape: MoeShape, rank: int) -> MoeBatch:
         no_expert_share=case.no_expert_share,
         duplicate_share=case.duplicate_share,
     )
+    weights[ids < 0] = float("nan")  # nobody reads the weight of a slot without expert
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     if case.exact:
         x = torch.randint(-8, 9, (n, shape.hidden), generator=generator).float()
         weights = torch.exp2(torch.randint(-2, 2, weights.shape, generator=generator).float())
     else:
         x = torch.randn(n, shape.hidden, generator=generator)
-    if case.poison and rank == 1:
+    if case.poison and rank == 1 and not case.quantized:
         x[::3, 5] = float(case.poison)
     if case.quantized:
         from megamoe import mx
 
         codes, scales = mx.quantize_mxfp8(x)
+        if case.poison and rank == 1:
+            codes[::3, 5] = 0x7F
         return MoeBatch.of(shape, codes, ids, weights, scales)
     return MoeBatch.of(shape, x.bfloat16(), ids, weights)
 

@@ -193,9 +193,9 @@ def test_identity_experts_are_bitwise() -> None:
             assert torch.equal(whole_output(answers), want), case
 
 
-@pytest.mark.parametrize("poison", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("poison", ["nan", "inf", "-inf", "nan code"])
 def test_non_finite_rows_stay_alone(poison: str) -> None:
-    clean = Case(Path.COMPACT, UNEVEN, "hot60", no_expert_share=0.2)
+    clean = Case(Path.COMPACT, UNEVEN, "hot60", no_expert_share=0.2, quantized=poison == "nan code")
     runs = [case.on(path) for path in Path for case in (clean, replace(clean, poison=poison))]
     answers = run_cases(runs + runs, combine_row_format=RowFormat.BF16)
     want = answers[0]

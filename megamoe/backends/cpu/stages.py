@@ -43,7 +43,7 @@ def quantize(call: Call) -> None:
 def _mark_nan_blocks(codes: torch.Tensor, sf: torch.Tensor) -> None:
     """Give blocks that hold a NaN code the scale NaN, in place: rows from outside may carry such codes, and owners
     look at scales only."""
-    nan = codes.bitwise_and(0x7F).eq_(0x7F)
+    nan = codes.bitwise_and(0x7F) == 0x7F
     if bool(nan.any()):
         sf.masked_fill_(nan.view(*sf.shape, MX_BLOCK).any(-1), mx.SCALE_NAN)
 
