@@ -32,12 +32,16 @@ MAX_RANKS = 8
 
 
 class FlagKind(IntEnum):
-    """Flag lines of a protocol slot, in the order in which a launch posts them."""
+    """Flag lines of a protocol slot, in the order in which a launch posts them.
+
+    ROWS: all rows of yours that I own are back (large_m, ahead of the end). RETURN: I am done with this launch.
+    """
 
     COUNTS = 0
     PAYLOAD = 1
-    RETURN = 2
-    CLOSE = 3
+    ROWS = 2
+    RETURN = 3
+    CLOSE = 4
 
 
 def _align(num_bytes: int, to: int) -> int:

@@ -218,22 +218,32 @@ def test_a_missing_rank_is_named_on_all_ranks(missing: int, paths: tuple[Path, .
         assert_right(Case(path, ROWS), [answer[-1] for answer in answers])
 
 
-def long_gone_worker(rank: Rank) -> list[Any]:
-    """Rank 4 sleeps through two calls, then makes both: it must not take part in either, nor disturb the third."""
+def long_gone_worker(rank: Rank, path: Path, point: str) -> list[Any]:
+    """Rank 4 sleeps through two calls, at a point of the first: it must not take part in either, nor disturb the
+    third, which uses the buffer of the first."""
     with open_runtime(rank, deployment()) as runtime:
         bind_all(runtime)
-        case = Case(Path.FIXED_SLOT, ROWS)
         if rank.rank == 4:
-            time.sleep(2 * TIMEOUT_S + 0.5)
-        seen = [error_of(lambda: call(runtime, case, timeout_s=TIMEOUT_S))[:3] for _ in range(2)]
-        return [seen, call(runtime, case).hidden_states]
+            install(runtime, Fault(point, lambda: time.sleep(2 * TIMEOUT_S + 0.8)))
+        cases = [Case(path, ROWS, seed=seed) for seed in (1, 2)]
+        seen = [error_of(lambda c=case: call(runtime, c, timeout_s=TIMEOUT_S))[:3] for case in cases]
+        return [seen, call(runtime, Case(path, ROWS, seed=3)).hidden_states]
 
 
-def test_a_rank_that_slept_through_several_calls() -> None:
-    values = run_ranks(8, long_gone_worker)
+@pytest.mark.parametrize(
+    ("path", "point"),
+    [
+        (Path.FIXED_SLOT, "enter"),
+        (Path.COMPACT, "payload"),
+        (Path.LARGE_M, "tile"),
+        (Path.SMALL_M, "payload"),
+    ],
+)
+def test_a_rank_that_slept_through_several_calls(path: Path, point: str) -> None:
+    values = run_ranks(8, long_gone_worker, path, point)
     for seen, _ in values:
         assert [(kind, named) for kind, _, named in seen] == [("PeerTimeoutError", (4,))] * 2
-    assert_right(Case(Path.FIXED_SLOT, ROWS), [out for _, out in values])
+    assert_right(Case(path, ROWS, seed=3), [out for _, out in values])
 
 
 # ------------------------------------------------------------------------------------------------- faults inside
@@ -320,6 +330,30 @@ def test_a_rank_that_fails_tells_its_peers_at_once() -> None:
             assert seconds < 5.0, "long before the deadline"
         outputs = [values[rank][idx if rank == 6 else 2 * idx + 1] for rank in range(8)]
         assert_right(Case(path, ROWS), outputs)
+
+
+def oversleep_worker(rank: Rank, point: str) -> list[Any]:
+    """Rank 4 sleeps past the deadline in the middle of a launch, on every path; the next call has all ranks."""
+    seen = []
+    with open_runtime(rank, deployment()) as runtime:
+        bind_all(runtime)
+        for path in Path:
+            case = Case(path, (33,) * 8)
+            if rank.rank == 4:
+                install(runtime, Fault(point, lambda: time.sleep(TIMEOUT_S + 1.0)))
+            error = error_of(lambda c=case: call(runtime, c, timeout_s=TIMEOUT_S))
+            runtime.backend.hook = None  # type: ignore[attr-defined]
+            seen.append((*error[:3], call(runtime, case).hidden_states))
+    return seen
+
+
+@pytest.mark.parametrize("point", ["payload", "tile"])
+def test_a_rank_that_oversleeps_inside_a_launch_writes_nothing_afterwards(point: str) -> None:
+    values = run_ranks(8, oversleep_worker, point)
+    for path, answers in zip(Path, zip(*values, strict=True), strict=True):
+        for rank, (kind, sentence, named, _) in enumerate(answers):
+            assert (kind, named) == ("PeerTimeoutError", (4,)), (path, rank, sentence)
+        assert_right(Case(path, (33,) * 8), [answer[-1] for answer in answers])
 
 
 # ------------------------------------------------------------------------------------------------- a stalled source

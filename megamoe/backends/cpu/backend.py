@@ -115,7 +115,7 @@ class CpuBackend:
                 call.post(dst_rank, FlagKind.CLOSE)
             signals.wait(FlagKind.CLOSE, range(call.num_ranks))
         signals.check_alive()
-        infos = [signals.info(FlagKind.RETURN, rank) for rank in range(call.num_ranks)]
+        infos = stages.infos(call, FlagKind.RETURN)
         signals.advance(Phase.DONE)
         self._launch = self._call = self._path = None
         refusing = [rank for rank, info in enumerate(infos) if info & INFO_ERROR]

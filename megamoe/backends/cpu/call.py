@@ -90,7 +90,7 @@ class Call:
         """Post a flag with this rank's error bit and format bit where they belong."""
         if self.launch.refused:
             info |= INFO_ERROR
-        if kind is FlagKind.RETURN and self.owner_format is RowFormat.FP8:
+        if kind in (FlagKind.ROWS, FlagKind.RETURN) and self.owner_format is RowFormat.FP8:
             info |= INFO_FP8
         self.signals.post(dst_rank, kind, info, ring=ring)
         if dst_rank != self.rank:

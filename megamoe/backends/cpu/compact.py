@@ -48,6 +48,7 @@ class CompactPath(PathRun):
         call = self.call
         bases = np.cumsum(self._counts, axis=0) - self._counts  # rows of earlier sources
         call.at("payload")
+        call.signals.check_in_time()
         stages.write_dense(call, bases[call.rank])
         for dst_rank in call.peers_in_turn:
             call.post(dst_rank, FlagKind.PAYLOAD, int(self._counts[call.rank, dst_rank]))

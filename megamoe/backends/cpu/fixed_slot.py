@@ -16,6 +16,7 @@ def send_slots(call: Call) -> None:
     outgoing = call.outgoing
     assert outgoing is not None
     call.at("payload")
+    call.signals.check_in_time()
     stages.write_slots(call, call.rank * call.capacity)
     for dst_rank in call.peers_in_turn:
         call.post(dst_rank, FlagKind.PAYLOAD, len(outgoing.owners))

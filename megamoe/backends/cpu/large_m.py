@@ -45,7 +45,9 @@ class LargeMPath(PathRun):
         self._block: dict[int, tuple[int, Int64Array]] = {}
         """Per arrived source: where its routed rows begin, and their places at the source."""
         self._returned: set[int] = set()
-        self._seen_owners = 0
+        self._all_returned = False
+        self._everyone = (1 << call.num_ranks) - 1
+        self._rows_back = self._owners_done = 0
         self._combined = np.zeros(call.batch.num_rows, dtype=bool)
 
     def quantize(self) -> None:
@@ -90,6 +92,7 @@ class LargeMPath(PathRun):
         call.signals.advance(Phase.COUNTED)
         call.at("counts")
         call.at("payload")
+        call.signals.check_in_time()
         stages.write_dense(call, np.full(call.num_ranks, call.rank * call.capacity))
         for dst_rank in call.peers_in_turn:
             call.post(dst_rank, FlagKind.PAYLOAD, int(outgoing.rows_per_rank[dst_rank]), ring=True)
@@ -147,19 +150,25 @@ class LargeMPath(PathRun):
     # ------------------------------------------------------------------------------------------- results
 
     def _return_finished(self) -> None:
-        """Send back the results of every source whose rows are all done; sources without rows get their flag."""
+        """Write back the results of every source whose rows are all done; when all are, tell everyone so.
+
+        Rows go early, but no rank ends its launch before all owners are done: a launch ends alike on all ranks.
+        """
         call = self.call
         for src_rank in call.peers_in_turn:
-            if src_rank in self._returned or not self._board.source_finished(src_rank):
+            if src_rank not in self._block or src_rank in self._returned:
                 continue
-            if not self._returned:
-                stages.begin_return(call)
-            first, index = self._block.get(src_rank, (0, np.empty(0, dtype=np.int64)))
-            results = self._results[first : first + len(index)]
-            stages.return_rows(call, src_rank, results, index)
-            self._returned.add(src_rank)
-            if len(self._returned) == call.num_ranks:
-                call.at("returned")
+            if self._board.source_finished(src_rank):
+                call.signals.check_in_time()
+                first, index = self._block[src_rank]
+                stages.return_rows(call, src_rank, self._results[first : first + len(index)], index)
+                self._returned.add(src_rank)
+        if self._board.finished and not self._all_returned:
+            stages.begin_return(call)
+            for src_rank in call.peers_in_turn:
+                call.post(src_rank, FlagKind.RETURN, ring=True)
+            self._all_returned = True
+            call.at("returned")
 
     def _owner_bits(self) -> np.ndarray:
         """[n] int64: a bit for every owner that a token needs."""
@@ -169,30 +178,29 @@ class LargeMPath(PathRun):
         bits: np.ndarray = np.bitwise_or.reduce(np.where(owners < 0, 0, 1 << np.maximum(owners, 0)), axis=1)
         return bits
 
+    def _seen(self, kind: FlagKind) -> int:
+        """A bit for every rank whose flag is there."""
+        return sum(self.call.signals.seen(kind, rank) << rank for rank in range(self.call.num_ranks))
+
     def _look_at_returns(self) -> None:
-        """Take note of the owners that have answered."""
-        for rank in range(self.call.num_ranks):
-            self._seen_owners |= self.call.signals.seen(FlagKind.RETURN, rank) << rank
+        """Take note of the owners whose rows are back, and of those that are done with everything."""
+        self._rows_back = self._seen(FlagKind.ROWS)
+        self._owners_done = self._seen(FlagKind.RETURN)
 
     def _combine_complete(self) -> None:
         """Sum the tokens whose owners have all answered."""
         call = self.call
-        complete = ~self._combined & (self._owners_of_token & ~self._seen_owners == 0)
+        complete = ~self._combined & (self._owners_of_token & ~self._rows_back == 0)
         count = int(complete.sum())
-        everyone = self._seen_owners == (1 << call.num_ranks) - 1
-        if not count or (count < _MIN_TOKENS and not everyone):
+        if not count or (count < _MIN_TOKENS and self._owners_done != self._everyone):
             return
         call.at("combine")
         tokens = None if count == len(complete) else np.flatnonzero(complete)
-        combine_tokens(call, stages.formats_of(stages.return_infos(call)), tokens)
+        combine_tokens(call, stages.formats_of(stages.infos(call, FlagKind.ROWS)), tokens)
         self._combined |= complete
 
     def _finished(self) -> bool:
-        return (
-            len(self._returned) == self.call.num_ranks
-            and self._seen_owners == (1 << self.call.num_ranks) - 1
-            and bool(self._combined.all())
-        )
+        return self._all_returned and self._owners_done == self._everyone and bool(self._combined.all())
 
     def _news(self) -> bool:
         """Whether anything arrived that _receive or _look_at_returns has not seen yet."""
@@ -203,11 +211,10 @@ class LargeMPath(PathRun):
                     return True
             elif not board.arrived[src_rank] and signals.seen(FlagKind.PAYLOAD, src_rank):
                 return True
-        return any(
-            not self._seen_owners >> rank & 1 and signals.seen(FlagKind.RETURN, rank)
-            for rank in range(self.call.num_ranks)
+        return (
+            self._seen(FlagKind.ROWS) != self._rows_back or self._seen(FlagKind.RETURN) != self._owners_done
         )
 
     def _missing(self) -> list[int]:
         late = [rank for rank in self._busy if not self._board.arrived[rank]]
-        return late or [rank for rank in range(self.call.num_ranks) if not self._seen_owners >> rank & 1]
+        return late or [rank for rank in range(self.call.num_ranks) if not self._owners_done >> rank & 1]

@@ -207,7 +207,7 @@ def return_rows(call: Call, src_rank: int, results: torch.Tensor, index: Int64Ar
         call.buffer.results[src_rank].index_copy_(0, torch.from_numpy(index), results)
         if src_rank != call.rank:
             call.bytes_sent += len(index) * call.context.layout.result_bytes
-    call.post(src_rank, FlagKind.RETURN, ring=True)
+    call.post(src_rank, FlagKind.ROWS, ring=True)
 
 
 def formats_of(return_infos: Sequence[int]) -> tuple[RowFormat, ...]:
@@ -215,13 +215,13 @@ def formats_of(return_infos: Sequence[int]) -> tuple[RowFormat, ...]:
     return tuple(RowFormat.FP8 if info & INFO_FP8 else RowFormat.BF16 for info in return_infos)
 
 
-def return_infos(call: Call) -> list[int]:
-    """Info bits of all return flags; zero bits where a flag is not there yet."""
-    return [call.signals.info(FlagKind.RETURN, rank) for rank in range(call.num_ranks)]
+def infos(call: Call, kind: FlagKind) -> list[int]:
+    """Info bits of all ranks' flags of a kind; of no meaning where a flag is not there yet."""
+    return [call.signals.info(kind, rank) for rank in range(call.num_ranks)]
 
 
 def combine_all(call: Call) -> None:
     """Wait for every owner, then sum all tokens."""
     call.signals.wait(FlagKind.RETURN, range(call.num_ranks))
     call.at("combine")
-    combine_tokens(call, formats_of(return_infos(call)), None)
+    combine_tokens(call, formats_of(infos(call, FlagKind.RETURN)), None)
