@@ -1,8 +1,9 @@
 """The symmetric heap as one rank sees it: its own segment, its peers' segments, and typed views of all.
 
 Opening is collective: every rank creates `<group_name>-heap-<rank>`, maps all others and says so in their `ready`
-lines; it returns when all ranks have said so. Ranks that were started with another deployment are refused with both
-fingerprints. Sizes and offsets come from megamoe.layout only.
+lines; it returns when all ranks have said so. From then on the segments have no name: however the ranks end, their
+memory goes with them. Ranks that were started with another deployment are refused, on all ranks alike. Sizes and
+offsets come from megamoe.layout only.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class Heap:
         ]
         if missing:
             raise self._absent(missing, timeout_s)
+        # Everyone has mapped it: without a name, nothing is left behind however this process ends.
+        own.unlink()
         # Only now, when nobody needs this rank's segment to find out the same.
         if len(set(said)) > 1:
             each = ", ".join(f"rank {peer}: {text}" for peer, text in enumerate(said))
