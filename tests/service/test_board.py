@@ -134,6 +134,22 @@ def test_no_wake_is_lost_between_many_writers(group_name: str, board: Board) -> 
     assert not slept_too_long
 
 
+def test_a_writer_never_stores_what_another_did(group_name: str, board: Board) -> None:
+    """Else a late store could bring back the value at which the sleeper looked, and hide a ring before it."""
+    doorbell = board.segment.word(board.doorbell(0)[0])
+    writers = [Board.attach(group_name, writer_id) for writer_id in (0, 3, SUPERVISOR)]
+    bells = [writer.bell(0) for writer in writers] + [board.producer_bell(0, idx) for idx in range(3)]
+    seen = []
+    for _ in range(5):
+        for bell in bells:
+            doorbell.store(0)
+            bell(True)
+            seen.append(doorbell.load())
+    assert len(set(seen)) == len(seen)
+    for writer in writers:
+        writer.close()
+
+
 def test_control_bells_wake_the_stand_in_only_while_the_rank_is_busy(board: Board) -> None:
     control = board.segment.word(board.doorbell(2)[1])
     woken: list[float] = []

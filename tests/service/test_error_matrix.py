@@ -652,6 +652,41 @@ def test_a_new_lease_does_not_wait_for_what_the_old_one_left(tier: Tier) -> None
     Tier(group, "next").works()
 
 
+def test_leases_that_end_with_half_brought_steps_use_nothing_up(group: Group) -> None:
+    for turn in range(20):
+        tier = Tier(group, f"tier {turn}")
+        _, requests = tier.intents()
+        waiting = group.send(turn % RANKS, requests[turn % RANKS])
+        group.settle()
+        assert group.ask(0, LeaseRequest(holder=f"tier {turn}", release=True)) == DoneReply()
+        reply = group.poll(waiting)
+        assert isinstance(reply, ErrorReply)
+        assert reply.code == "stale_call"
+    Tier(group, "last").works()
+
+
+def test_a_step_sent_ahead_in_one_go_is_closed_by_its_own_close(tier: Tier) -> None:
+    """Intent, layer call and CloseStep without waiting for anything; what comes after the close is stale."""
+    group = tier.group
+    plan_id, intents = tier.intents()
+    plan = StepPlan(
+        plan_id=plan_id, num_rows_per_rank=(2, 1, 0, 3), phase=Phase.DECODE, dtype="bfloat16",
+        weights_version=0, placement_version=0, policy_version=0,
+    )  # fmt: skip
+    calls, after = tier.calls(plan, 0), tier.calls(plan, 1)
+    sent = []
+    for rank in range(RANKS):
+        close = CloseRequest(lease_serial=1, plan_id=plan_id)
+        sent.append([group.send(rank, one) for one in (intents[rank], calls[rank], close, after[rank])])
+    group.settle()
+    replies = [[group.poll(one) for one in column] for column in zip(*sent)]
+    assert all(isinstance(reply, PlanReply) for reply in replies[0])
+    assert all(isinstance(reply, LayerReply) for reply in replies[1])
+    assert set(replies[2]) == {DoneReply()}
+    one_error(dict(enumerate(replies[3])), "stale_call", f"plan {plan_id} must be open")  # type: ignore[arg-type]
+    tier.works()
+
+
 def test_nobody_calls_without_a_lease(group: Group) -> None:
     intent = IntentRequest(lease_serial=0, plan_id=PlanId(7, 1, 0), num_rows=1, phase=Phase.DECODE)
     reply = group.ask(0, intent)

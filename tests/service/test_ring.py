@@ -339,10 +339,11 @@ def test_wait_times_out_and_sleeps(ring: tuple[RingProducer, RingConsumer, Bells
     assert producer.wait(ticket, 5.0) == DoneReply()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(["submit", "control", "poll", "reply", "release"]), st.integers(0, 63)),
+        min_size=40,
         max_size=150,
     )
 )
