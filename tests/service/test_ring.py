@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import signal
@@ -355,6 +356,9 @@ def test_any_order_of_submit_reply_and_release_keeps_every_record_intact(
     waiting: list[object] = []
     sequence = 0
     for action, number in actions:
+        places = sorted((ticket.offset, ticket.end) for ticket in producer._live.values())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places)), "records overlap"
+        assert all(SPEC.control_at <= start and end <= SPEC.num_bytes for start, end in places)
         if action == "submit":
             try:
                 ticket = producer.submit(layer_request(number, seed=sequence, sequence=sequence))
