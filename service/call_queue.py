@@ -20,7 +20,8 @@ from service.board import Board, CallId, error_of
 from service.call_order import CallOrder, Slot, SlotState
 from service.lease import check_serial
 from service.messages import ErrorReply, LayerReply, Reply
-from service.plan_book import PlanBook, PlanState, PlanStatus, not_open
+from service.plan_book import PlanBook
+from service.plan_state import PlanState, PlanStatus, not_open
 from service.ring_consumer import Record
 
 SEQUENCE_WINDOW = 64

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
-from megamoe import Bundle, PathPolicy, Phase, PlanId, StepIntent, StepPlan, SubStep, choose_path
+from megamoe import Bundle, PathPolicy, Phase, PlanId, StepIntent, StepPlan, choose_path
 from megamoe.errors import AgreementError, InvalidArgumentError, MegaMoeError, StaleCallError, must_be
 from service.admission import AdmissionLimits, RankLoad
 from service.agreement import DTYPES, Agreed, IntentTable, Outcome
 from service.board import Board, error_of
 from service.lease import Lease, LeaseTable, check_serial
-from service.messages import CloseRequest, ErrorReply, IntentRequest, PlanReply, Reply
+from service.messages import CloseRequest, ErrorReply, IntentRequest, PlanReply
+from service.plan_state import Answer, PlanState, PlanStatus, not_open
 
 MAX_STEP_ID = 2**62
 """Step ids stay below: no caller can use up the ids of a generation."""
@@ -28,43 +28,6 @@ _REMEMBERED_PLANS = 16
 """Earlier plans of a micro-batch that a late layer call, or a call to join, can still name."""
 BLOCKED_POLL_S = 0.001
 """How soon to look again whether ranks have settled a step whose entry is to be overwritten."""
-
-Answer = Callable[[Reply], None]
-
-
-class PlanStatus(Enum):
-    WAITING = "waiting for the step before it"
-    POSTED = "being agreed"
-    OPEN = "open"
-    CLOSED = "closed"
-    FAILED = "failed"
-
-
-@dataclass(eq=False)
-class PlanState:
-    """One plan on this rank. called: its own caller opened it. poison: why this rank refuses all its layer calls."""
-
-    lease_serial: int
-    plan_id: PlanId
-    timeout_s: float
-    request: IntentRequest | None
-    counts: tuple[int, ...] | None
-    called: bool
-    status: PlanStatus = PlanStatus.WAITING
-    answers: list[Answer] = field(default_factory=list)
-    deadline: float = 0.0
-    close_requested: bool = False
-    plan: StepPlan | None = None
-    has_counts: bool = False
-    sub_steps: tuple[SubStep, ...] = ()
-    policy: PathPolicy | None = None
-    error: ErrorReply | None = None
-    poison: ErrorReply | None = None
-    last_layer_idx: int = -1
-
-    def needs_no_call(self, rank: int) -> bool:
-        """Whether this rank follows the plan's layer calls without being called."""
-        return self.has_counts and self.plan is not None and not self.plan.num_rows_per_rank[rank]
 
 
 @dataclass(eq=False)
@@ -450,10 +413,3 @@ class PlanBook:
                 self._fail(plan, error)
             micro_batch.waiting.clear()
             micro_batch.unsettled.clear()
-
-
-def not_open(plan: PlanState) -> StaleCallError:
-    """Why a layer call of this plan is refused."""
-    why = f" ({plan.error.message})" if plan.error is not None else ""
-    state = plan.status.value if plan.status is not PlanStatus.OPEN else "closed"
-    return StaleCallError(f"plan {plan.plan_id} must be open, got {state}{why}")

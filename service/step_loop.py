@@ -4,7 +4,7 @@ Event-driven: it sleeps on the rank's doorbell, which rings and other ranks ring
 rings, moves plans on, and executes layer calls strictly in sequence order. A second thread stands in for it while it
 is inside a layer call, so that plans of other micro-batches are agreed and refusals answered meanwhile: a layer
 call that waits for a peer never keeps that peer's caller waiting for a plan. The stand-in never touches the runtime.
-Refuses nothing itself (plan_book.py and call_queue.py do); a bug in it brings the group down, loudly.
+What the rank knows is a RankState; a bug here brings the group down, loudly.
 """
 
 from __future__ import annotations
@@ -12,38 +12,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from megamoe import Bundle, MoeBatch, MoeOutput, PathPolicy, StepPlan, SubStepReport
-from megamoe.errors import InternalError, MegaMoeError
-from service import ring_codec
-from service.admission import AdmissionLimits
+from megamoe import Bundle, MoeBatch, MoeOutput, PathPolicy, StepPlan
+from megamoe.errors import MegaMoeError
 from service.board import Board, error_of
-from service.call_queue import CallQueue, Work
-from service.messages import (
-    CloseRequest,
-    DoneReply,
-    DrainRequest,
-    ErrorReply,
-    IntentRequest,
-    LeaseRequest,
-    PolicyRequest,
-    Reply,
-    Request,
-)
-from service.plan_book import PlanBook, StagedVersions
-from service.ring_consumer import Record, RingConsumer
+from service.call_queue import Work
+from service.messages import ErrorReply
+from service.plan_book import StagedVersions
+from service.rank_state import LoopSettings, Observer, RankState
+from service.ring_consumer import RingConsumer
+
+__all__ = ["LoopSettings", "Observer", "StepLoop"]
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 1.0
-"""How long a loop sleeps when nothing is due: only a guard, everything that matters rings."""
 STAND_IN_S = 0.25
-"""The same for the stand-in: the latest moment at which a plan times out during a layer call."""
+"""How long the stand-in sleeps when nothing rings: the latest moment at which a plan times out during a layer call."""
 
 
 class RuntimeLike(Protocol):
@@ -71,187 +60,6 @@ class RuntimeLike(Protocol):
         timeout_s: float,
         out: torch.Tensor | None = None,
     ) -> MoeOutput: ...
-
-
-class Observer(Protocol):
-    """Who is told what happened, from the device thread: each call may only enqueue."""
-
-    def record_plan(self, plan: StepPlan, policy: PathPolicy) -> None: ...
-
-    def record_step(self, plan: StepPlan, policy: PathPolicy, reports: tuple[SubStepReport, ...]) -> None: ...
-
-    def record_error(self, code: str) -> None: ...
-
-    def record_policy(self, policy: PathPolicy) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings:
-    """step_timeout_s: how long an intent waits for the others, and a layer call for its peers.
-
-    limits: None = as much as AdmissionLimits.of gives.
-    """
-
-    step_timeout_s: float = 10.0
-    lease_timeout_s: float = 10.0
-    limits: AdmissionLimits | None = None
-
-
-class RankState:
-    """All that a rank knows between two instants, without threads and without a runtime. Never blocks.
-
-    Callers hold one lock around every method. clock: seconds, monotonic and the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        rank: int,
-        bundle: Bundle,
-        *,
-        policy: PathPolicy,
-        rings: Sequence[RingConsumer] = (),
-        settings: LoopSettings | None = None,
-        observer: Observer | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        settings = settings or LoopSettings()
-        self.board = board
-        self.rank = rank
-        self.rings = list(rings)
-        self.policies = {policy.version: policy}
-        self.to_stage: list[tuple[Record, PathPolicy]] = []
-        """Policies that the device thread must stage."""
-        self._observer = observer
-        self._clock = clock
-        self._version = -1
-        self._deadline = 0.0
-        self._down: ErrorReply | None = None
-        self.plans = PlanBook(
-            board,
-            rank,
-            bundle,
-            policies=self.policies,
-            step_timeout_s=settings.step_timeout_s,
-            lease_timeout_s=settings.lease_timeout_s,
-            limits=settings.limits
-            or AdmissionLimits.of(bundle.deployment, max_micro_batches=board.max_micro_batches),
-            queued_calls=lambda: len(self.calls),
-            on_plan=self._on_plan,
-        )
-        self.calls = CallQueue(board, rank, bundle, self.plans, self.answer)
-
-    # ------------------------------------------------------------------------------ one turn
-
-    def turn(self) -> None:
-        """Take what the rings hold and move plans on. Executes nothing."""
-        now = self._clock()
-        for ring in self.rings:
-            for record in ring.poll():
-                self._take(record, now)
-        if self._down is None and self.board.down is not None:
-            self.go_down(self.board.down)
-        version = self.board.version
-        if version != self._version or now >= self._deadline:
-            self._version = version
-            self.plans.advance(now)
-        self._deadline = self.plans.next_deadline(now)
-
-    def next_work(self) -> Work | None:
-        """What the device thread executes next, if its turn has come."""
-        return None if self._down is not None else self.calls.next_work(self._clock())
-
-    def idle_s(self) -> float:
-        """How long to sleep if nothing rings."""
-        deadline = min(self._deadline, self.calls.next_deadline())
-        return min(max(deadline - self._clock(), 0.0), _IDLE_S)
-
-    def finish(self, work: Work, result: MoeOutput | Exception, queue_us: float, total_us: float) -> None:
-        """Answer an executed call."""
-        reply = self.calls.finish(work, result, queue_us, total_us)
-        self.board.mark_progress(self.rank)
-        plan, policy = work.plan.plan, work.plan.policy
-        if self._observer is not None and isinstance(result, MoeOutput) and plan and policy:
-            self._observer.record_step(plan, policy, result.sub_steps)
-        elif isinstance(reply, ErrorReply) and work.call is None:
-            self._note_error(reply)
-
-    def _on_plan(self, plan: StepPlan, policy: PathPolicy) -> None:
-        if self._observer is not None:
-            self._observer.record_plan(plan, policy)
-
-    def staged(self, record: Record, policy: PathPolicy) -> None:
-        """The device thread staged a policy: this rank's next intents say so."""
-        self.policies[policy.version] = policy
-        if self._observer is not None:
-            self._observer.record_policy(policy)
-        self.answer(record, DoneReply())
-
-    # ------------------------------------------------------------------------------ requests
-
-    def answer(self, record: Record, reply: Reply) -> None:
-        """Every reply of this rank goes through here."""
-        record.reply(reply)
-        if isinstance(reply, ErrorReply):
-            self._note_error(reply)
-
-    def _note_error(self, reply: ErrorReply) -> None:
-        if self._observer is not None:
-            self._observer.record_error(reply.code)
-
-    def _take(self, record: Record, now: float) -> None:
-        try:
-            if self._down is not None:
-                self.answer(record, self._down)
-            elif record.kind == ring_codec.LAYER:
-                self.calls.take(record, now)
-            else:
-                self._control(record, record.request(), now)
-        except MegaMoeError as error:
-            self.answer(record, error_of(error))
-        except Exception as error:
-            log.exception("rank %d: a request failed", self.rank)
-            if not record.replied:
-                self.answer(record, error_of(InternalError(f"rank {self.rank}: {error!r}; this is a bug")))
-
-    def _control(self, record: Record, request: Request, now: float) -> None:
-        match request:
-            case IntentRequest():
-                self.plans.take_intent(request, lambda reply: self.answer(record, reply), now)
-            case LeaseRequest(release=True):
-                self.plans.leases.release(request.holder, request.lease_serial)
-                self.answer(record, DoneReply())
-            case LeaseRequest():
-                self.answer(record, self.plans.leases.take(request.holder, self.rank, now_ns=int(now * 1e9)))
-            case CloseRequest():
-                self.plans.close(request, now)
-                self.answer(record, DoneReply())
-            case DrainRequest():
-                self.plans.draining = request.draining
-                self.answer(record, DoneReply())
-            case PolicyRequest():
-                self._take_policy(record, request.policy)
-            case _:
-                raise InternalError(f"{type(request).__name__} is no control message; this is a bug")
-
-    def _take_policy(self, record: Record, policy: PathPolicy) -> None:
-        known = self.policies.get(policy.version)
-        if known == policy:
-            self.answer(record, DoneReply())
-        elif policy.version <= max(self.policies):
-            message = f"policy.version must be above {max(self.policies)}, got {policy.version}"
-            self.answer(record, ErrorReply(code="stale_call", message=message))
-        else:
-            self.to_stage.append((record, policy))
-
-    def go_down(self, error: ErrorReply) -> None:
-        """Answer this to everything that waits and everything that comes."""
-        self._down = error
-        self.plans.fail_all(error)
-        self.calls.fail_all(error)
-        for record, _ in self.to_stage:
-            self.answer(record, error)
-        self.to_stage.clear()
 
 
 class StepLoop:

@@ -7,7 +7,7 @@ simulation itself checks on the way: all ranks of a launch hold the same plan, l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,9 @@ from megamoe.errors import PeerRefusedError, PeerTimeoutError
 from service.board import Board
 from service.call_queue import Work
 from service.messages import ErrorReply, LayerReply, LeaseReply, LeaseRequest, Reply, Request
+from service.rank_state import Observer, RankState
 from service.ring import RingConsumer, RingProducer, RingSpec, Ticket
-from service.step_loop import STAND_IN_S, LoopSettings, RankState
+from service.step_loop import STAND_IN_S, LoopSettings
 
 NUM_LAYERS = 4
 
@@ -241,6 +242,7 @@ def simulated_group(
     generation: int = 7,
     first_sequence: int = 1,
     settings: LoopSettings | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Iterator[Group]:
     made = deployment(num_ranks)
     bundle = plan_bundle(made)
@@ -270,6 +272,7 @@ def simulated_group(
                 policy=PathPolicy.of(made),
                 rings=[consumer],
                 settings=settings or LoopSettings(),
+                observer=observers[rank] if observers else None,
                 clock=lambda: group.now,
             )
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe import Path, PathPolicy, Phase, PlanId, StepPlan
+from megamoe import Path, PathPolicy, Phase, PlanId, StepPlan, SubStepReport
 from megamoe.errors import PeerTimeoutError
 from service.admission import AdmissionLimits
 from service.board import CallId
@@ -802,3 +802,51 @@ def test_the_order_of_the_board_alone(group: Group) -> None:
     assert order(0).give_up(3, ErrorReply(code="x", message="a"), first=2).message == "a"
     assert order(1).give_up(2, ErrorReply(code="x", message="b")).message == "a", "the first error wins"
     assert group.boards[2].highest_sequence == 3
+
+
+class Watcher:
+    """An observer that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, object]] = []
+
+    def record_plan(self, plan: StepPlan, policy: PathPolicy) -> None:
+        self.told.append(("plan", (plan.max_rows, policy.version)))
+
+    def record_step(self, plan: StepPlan, policy: PathPolicy, reports: tuple[SubStepReport, ...]) -> None:
+        self.told.append(("step", [str(report.path) for report in reports]))
+
+    def record_error(self, code: str) -> None:
+        self.told.append(("error", code))
+
+    def record_policy(self, policy: PathPolicy) -> None:
+        self.told.append(("policy", policy.version))
+
+
+def test_observers_hear_of_every_plan_call_and_error_on_their_rank(group_name: str) -> None:
+    watchers = [Watcher() for _ in range(RANKS)]
+    with simulated_group(group_name, RANKS, observers=watchers) as group:
+        tier = Tier(group)
+        plan = tier.open((2, 0, 0, 16), phase=Phase.PREFILL)
+        tier.layer(plan, 1)
+        none = tier.open((0, 0, 0, 0))
+        tier.layer(none, 1)
+        _, requests = tier.intents(change={3: {"dtype": "mxfp8"}})
+        group.ask_all(requests)
+        # A call that rank 1 follows without being called, and that rank 0 refuses.
+        _, requests = tier.intents((2, 0, 1, 1), with_counts=True)
+        plans = group.ask_all({rank: requests[rank] for rank in (0, 2, 3)})
+        assert isinstance(plans[0], PlanReply)
+        calls = tier.calls(plans[0].plan, change={0: BAD_ID}, ranks=(0, 2, 3))
+        for rank in (2, 3, 0):
+            group.send(rank, calls[rank])
+            group.settle()
+        policy = group.states[1].policies[0].with_path(Path.SMALL_M, True)
+        group.ask(1, PolicyRequest(policy=policy))
+        large = ["compact", "compact"]
+        wanted = [
+            ("plan", (16, 0)), ("step", large), ("plan", (0, 0)), ("error", "agreement"), ("plan", (2, 0)),
+            ("error", "invalid_argument"),
+        ]  # fmt: skip
+        for rank, watcher in enumerate(watchers):
+            assert watcher.told == wanted + ([("policy", 1)] if rank == 1 else []), rank
