@@ -16,7 +16,7 @@ SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
 
 @pytest.mark.parametrize(
     ("max_rows", "stream_max_rows", "block_n"),
-    [(1, 32, 64), (64, 32, 64), (128, 0, 32), (256, 0, 64), (512, 0, 64), (1024, 0, 128), (8192, 0, 256)],
+    [(1, 32, 64), (64, 32, 64), (128, 32, 32), (256, 16, 64), (512, 0, 64), (1024, 0, 128), (8192, 0, 256)],
 )
 def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: int) -> None:
     got = plan.plan_gemms(V4_PRO, max_rows)
@@ -87,16 +87,25 @@ def test_waiting_kernels_of_all_ranks_fit_on_one_device() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 16, 132])
-@pytest.mark.parametrize(("num_light", "num_heavy"), [(0, 0), (1, 0), (0, 5), (48 * 40, 48 * 8), (100, 4000)])
-def test_stream_ranges_cover_all_tiles_at_equal_cost(num_slots: int, num_light: int, num_heavy: int) -> None:
-    ranges = [plan.stream_range(slot, num_slots, num_light, num_heavy) for slot in range(num_slots)]
+@pytest.mark.parametrize(
+    "num_tiles",
+    [(0, 0, 0), (1, 0, 0), (0, 5, 0), (48 * 40, 48 * 8, 0), (100, 0, 4000), (48 * 2, 48 * 30, 48 * 16)],
+)
+def test_stream_ranges_cover_all_tiles_at_equal_cost(num_slots: int, num_tiles: tuple[int, int, int]) -> None:
+    ranges = [plan.stream_range(slot, num_slots, num_tiles) for slot in range(num_slots)]
     assert ranges[0][0] == 0
-    assert ranges[-1][1] == num_light + num_heavy
+    assert ranges[-1][1] == sum(num_tiles)
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    costs = [cost for number, cost in zip(num_tiles, plan.STREAM_COSTS, strict=True) for _ in range(number)]
+    assert max(sum(costs[first:stop]) for first, stop in ranges) <= sum(costs) / num_slots + 2 * max(
+        plan.STREAM_COSTS
+    )
 
-    def cost(first: int, stop: int) -> int:
-        light = max(min(stop, num_light) - first, 0)
-        return light * plan.LIGHT_COST + (stop - first - light) * plan.HEAVY_COST
 
-    total = num_light * plan.LIGHT_COST + num_heavy * plan.HEAVY_COST
-    assert max(cost(*r) for r in ranges) <= total / num_slots + 2 * plan.HEAVY_COST
+@pytest.mark.parametrize("count", range(plan.STREAM_LIMIT + 1))
+def test_stream_entries_hold_an_expert_in_at_most_two(count: int) -> None:
+    entries = plan.stream_entries(count)
+    assert sum(entries) == count
+    assert all(0 < rows <= plan.WIDEST_ROWS for rows in entries)
+    assert len(entries) <= 2
+    assert len(entries) < 2 or entries[0] == plan.BLOCK_ROWS

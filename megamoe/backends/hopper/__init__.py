@@ -14,6 +14,7 @@ import os
 from typing import TYPE_CHECKING
 
 from megamoe.bundle import Bundle
+from megamoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from megamoe.backends.hopper.backend import HopperBackend
@@ -26,12 +27,17 @@ def open_backend(
 ) -> HopperBackend:
     """Open rank `rank` in this process; returns when all ranks have opened, each from a thread of its own.
 
-    Raises ConfigError (no Hopper GPU, settings that this backend does not serve), HeapError, PeerTimeoutError;
-    ModuleNotFoundError where Triton is not installed.
+    Raises ConfigError (no Triton, no Hopper GPU, settings that this backend does not serve), HeapError,
+    PeerTimeoutError.
     """
     # Streams of ranks on one GPU must never share a hardware queue: a kernel that waits would hold up the one that
     # it waits for. Read by the driver when CUDA starts; 8 queues are its default.
     os.environ.setdefault(_CONNECTIONS, "32")
-    from megamoe.backends.hopper.backend import HopperBackend
+    try:
+        from megamoe.backends.hopper.backend import HopperBackend
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"backend hopper needs the package {error.name}: install megamoe[hopper] (got: not installed)"
+        ) from error
 
     return HopperBackend(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -22,12 +23,14 @@ from megamoe.backends.hopper.buffers import (
     control_words,
     counts_before_payload,
 )
+from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
 from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
 from megamoe.backends.hopper.record import Word
+from megamoe.backends.hopper.staging import Staging
 from megamoe.batch import Counters, MoeBatch, StageTimes, SubStepReport
-from megamoe.bundle import Bundle, Path, RowFormat
+from megamoe.bundle import Bundle, Deployment, Path, RowFormat
 from megamoe.errors import (
     BindingError,
     ConfigError,
@@ -49,6 +52,33 @@ _FLAG_BYTES = 8
 
 _warming = threading.Lock()
 """Ranks of one process compile in turn: the first one does the work, the others find it done."""
+
+
+def check_served(deployment: Deployment) -> None:
+    """Raises ConfigError for settings that this backend does not serve."""
+    wanted: tuple[tuple[str, bool, object], ...] = (
+        ("combine_row_format on hopper", deployment.combine_row_format is not RowFormat.AUTO, "bf16 or fp8"),
+        ("activation on hopper", deployment.shape.activation == "silu", "silu"),
+        (
+            "small_m_enabled on hopper",
+            not deployment.small_m_enabled,
+            "False: this path is not built here yet",
+        ),
+        (
+            "large_m_enabled on hopper",
+            not deployment.large_m_enabled,
+            "False: this path is not built here yet",
+        ),
+    )
+    got = (
+        deployment.combine_row_format,
+        deployment.shape.activation,
+        deployment.small_m_enabled,
+        deployment.large_m_enabled,
+    )
+    for (name, served, need), value in zip(wanted, got, strict=True):
+        if not served:
+            raise ConfigError(must_be(name, need, value))
 
 
 def gemm_plan(bundle: Bundle, max_rows: int) -> GemmPlan:
@@ -83,10 +113,7 @@ class HopperBackend:
             raise ConfigError(
                 must_be("compute capability", "9.0 (H100, H200)", f"{properties.major}.{properties.minor}")
             )
-        if bundle.deployment.combine_row_format is RowFormat.AUTO:
-            raise ConfigError(must_be("combine_row_format on hopper", "bf16 or fp8", "auto"))
-        if bundle.shape.activation != "silu":
-            raise ConfigError(must_be("activation on hopper", "silu", bundle.shape.activation))
+        check_served(bundle.deployment)
         layout = plan_layout(bundle, num_slots=num_slots)
         self.rank = rank
         self.bundle = bundle
@@ -94,6 +121,7 @@ class HopperBackend:
         self.buffers = RankBuffers(
             layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
         )
+        self._staging = Staging(bundle.shape, layout.capacity, self.device)
         device = Device(properties.multi_processor_count, num_virtual_ranks=layout.num_ranks)
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming:
@@ -116,14 +144,22 @@ class HopperBackend:
 
     # ------------------------------------------------------------------------------------------- binding
 
-    def bind(self, slot_idx: int, weights: LayerWeights) -> None:
-        """Pack this rank's experts on the device and swap them in; nothing changes if that fails."""
+    def bind(
+        self,
+        slot_idx: int,
+        weights: LayerWeights,
+        check: Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None] | None = None,
+    ) -> None:
+        """Pack this rank's experts on the device, let `check` look at one, and swap them in."""
         self._check_slot(slot_idx)
         views = weights.as_bytes()
         with torch.cuda.stream(self.stream):
             w13 = pack_w13(views.w13_codes.to(self.device), views.w13_scales.to(self.device))
             w2 = pack_w2(views.w2_codes.to(self.device), views.w2_scales.to(self.device))
-        self._swap(slot_idx, BoundLayer(w13, w2))
+            layer = BoundLayer(w13, w2)
+            if check is not None:
+                check(partial(expert_rows, self.kernels, layer, gemm_plan(self.bundle, 1)))
+        self._swap(slot_idx, layer)
 
     def bind_identity(self, slot_idx: int) -> None:
         """Experts that give a row back as it came: both GEMMs are bypassed, transport and combine are not."""
@@ -154,8 +190,8 @@ class HopperBackend:
             raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            on_device = _to_device(batch, self.device)
-            out_dev = out if out.device.type == "cuda" else torch.empty_like(out, device=self.device)
+            on_device = self._staging.to_device(batch)
+            out_dev = self._staging.out_dev(out)
             left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), 1_000_000)
             words = control_words(self.buffers.layout, launch, on_device, out_dev, left_ns)
             self._control_host.copy_(torch.tensor(words, dtype=torch.int64))
@@ -178,27 +214,28 @@ class HopperBackend:
             if call.launch.closing:
                 self.kernels.close()
             self._status_host.copy_(self.buffers.control, non_blocking=True)
-            if call.out is not call.out_dev:
-                call.out.copy_(call.out_dev, non_blocking=True)
+            self._staging.queue_out(call.out)
         call.mark(self.stream, "end")
         # Every device-side wait is bounded by the launch's deadline, so this one ends too.
         call.marks[-1][1].synchronize()
         self._call = None
         status = self._status_host.tolist()
         self._raise_failures(call.launch, status)
+        self._staging.take_out(call.out)
         return self._report(call, status)
 
     def _raise_failures(self, launch: Launch, status: list[int]) -> None:
         where = f"rank {self.rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
         if status[Word.FAILED]:
             missing = _ranks(status[Word.MISSING])
-            seen = status[Word.FAILED_SEEN]
             kind = FlagKind(status[Word.FAILED_KIND]).name.lower()
-            raise PeerTimeoutError(
-                f"ranks {missing} did not come ({where}): waited for the {kind} flag of rank "
-                f"{status[Word.FAILED_SRC]}, expected epoch {launch.epoch}, seen {seen & 0xFFFFFFFF}",
-                missing,
+            src_rank, seen = status[Word.FAILED_SRC], status[Word.FAILED_SEEN] & 0xFFFFFFFF
+            why = (
+                f"expected epoch {launch.epoch} in the {kind} flag of rank {src_rank}, seen {seen}"
+                if src_rank >= 0
+                else f"a peer gave up while this rank waited for {kind} flags"
             )
+            raise PeerTimeoutError(f"ranks {missing} did not come ({where}): {why}", missing)
         refusing = _ranks(status[Word.REFUSED])
         if refusing:
             raise PeerRefusedError(
@@ -335,14 +372,3 @@ _LAUNCH: dict[str, Callable[[Kernels, _Call], None]] = {
 
 def _ranks(mask: int) -> list[int]:
     return [rank for rank in range(record.MAX_RANKS) if mask >> rank & 1]
-
-
-def _to_device(batch: MoeBatch, device: torch.device) -> MoeBatch:
-    """The batch on the device; tensors that are there already are taken as they are."""
-    scales = batch.hidden_states_sf
-    return MoeBatch(
-        batch.hidden_states.to(device, non_blocking=True),
-        batch.topk_ids.to(device, non_blocking=True),
-        batch.topk_weights.to(device, non_blocking=True),
-        None if scales is None else scales.to(device, non_blocking=True),
-    )

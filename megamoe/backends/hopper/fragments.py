@@ -32,7 +32,7 @@ def load_half_word(offset_bytes: int, modifier: str) -> tuple[str, str]:
 def decode(word: str, registers: tuple[str, str, str, str], factors: tuple[str, str]) -> list[str]:
     """One word -> the four A registers of an MMA step, scaled. factors: of rows g and g + 8. Uses t, u.
 
-    9 integer and 4 multiply instructions for 8 weights.
+    10 integer instructions here (9 after ptxas has merged two) and 4 multiplications, for 8 weights.
     """
     a0, a1, a2, a3 = registers
     low, high = factors
@@ -62,17 +62,18 @@ def multiplier(out: str, scale_word: str, byte: int) -> list[str]:
     ]
 
 
-def mma_half_tile(num_blocks: int, odd_tile: bool) -> tuple[str, str]:
-    """Half a tile (4 MMA steps, 64 of K) of 16 rows times num_blocks x 8 tokens.
+def mma_steps(num_steps: int, num_blocks: int, odd_tile: bool) -> tuple[str, str]:
+    """num_steps MMA steps (16 of K each) of a tile of 16 rows times num_blocks x 8 tokens.
 
-    Outputs: 4 * num_blocks fp32. Inputs: 4 words, the scale word of a pair of tiles (odd_tile: its upper half),
-    8 * num_blocks token registers, then the 4 * num_blocks accumulators.
+    Outputs: 4 * num_blocks fp32. Inputs: num_steps words, the scale word of a pair of tiles (odd_tile: its upper
+    half), 2 * num_steps token registers for each block, then the 4 * num_blocks accumulators.
     """
     num_acc = 4 * num_blocks
-    words = [f"${num_acc + i}" for i in range(4)]
-    scale = f"${num_acc + 4}"
-    first_token = num_acc + 5
-    first_acc = first_token + 8 * num_blocks
+    words = [f"${num_acc + i}" for i in range(num_steps)]
+    scale = f"${num_acc + num_steps}"
+    first_token = num_acc + num_steps + 1
+    num_tokens = 2 * num_steps * num_blocks
+    first_acc = first_token + num_tokens
     lines = ["{", ".reg .b32 m0,m1,a0,a1,a2,a3,t,u;"]
     lines.append(".reg .f32 " + ",".join(f"c{i}" for i in range(num_acc)) + ";")
     lines += [f"mov.f32 c{i}, ${first_acc + i};" for i in range(num_acc)]
@@ -82,14 +83,14 @@ def mma_half_tile(num_blocks: int, odd_tile: bool) -> tuple[str, str]:
         lines += decode(word, ("a0", "a1", "a2", "a3"), ("m0", "m1"))
         for block in range(num_blocks):
             acc = ",".join(f"c{4 * block + i}" for i in range(4))
-            tokens = ",".join(f"${first_token + 8 * block + 2 * step + i}" for i in range(2))
+            tokens = ",".join(f"${first_token + 2 * (num_steps * block + step) + i}" for i in range(2))
             lines.append(
                 "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                 f"{{{acc}}}, {{a0,a1,a2,a3}}, {{{tokens}}}, {{{acc}}};"
             )
     lines += [f"mov.f32 ${i}, c{i};" for i in range(num_acc)]
     lines.append("}")
-    constraints = ["=f"] * num_acc + ["r"] * (5 + 8 * num_blocks) + ["f"] * num_acc
+    constraints = ["=f"] * num_acc + ["r"] * (num_steps + 1 + num_tokens) + ["f"] * num_acc
     return "\n".join(lines), ",".join(constraints)
 
 

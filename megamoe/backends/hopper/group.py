@@ -57,7 +57,7 @@ def join(
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not group.changed.wait(left_s):
                 missing = [peer for peer in range(num_ranks) if peer not in group.heaps]
-                del group.heaps[rank]
+                _remove(group, rank)
                 raise PeerTimeoutError(
                     f"ranks {missing} of group {name} did not open within {timeout_s} s (rank {rank})",
                     missing,
@@ -68,9 +68,12 @@ def join(
 def leave(group: VirtualGroup, rank: int) -> None:
     """Take a rank's heap out; the last one ends the group. Its kernels must have finished."""
     with group.changed:
-        group.heaps.pop(rank, None)
-        empty = not group.heaps
-    if empty:
+        _remove(group, rank)
+
+
+def _remove(group: VirtualGroup, rank: int) -> None:
+    group.heaps.pop(rank, None)
+    if not group.heaps:
         with _lock:
             if _groups.get(group.name) is group:
                 del _groups[group.name]

@@ -14,7 +14,7 @@ import torch
 
 from megamoe.backends.hopper import record
 from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, counts_before_payload, result_bytes
-from megamoe.backends.hopper.device import close, combine, dispatch, expand, identity, index, prepare
+from megamoe.backends.hopper.device import close, combine, dispatch, expand, flags, identity, index, prepare
 from megamoe.backends.hopper.packing import PackedMatrix
 from megamoe.backends.hopper.plan import (
     GEMM1_STREAM,
@@ -27,6 +27,7 @@ from megamoe.backends.hopper.plan import (
     next_power_of_2,
 )
 from megamoe.bundle import Path, RowFormat
+from megamoe.layout import FlagKind
 
 _BLOCK = 1024
 """Columns that a thread block of dispatch or combine handles at a time."""
@@ -61,6 +62,16 @@ class Kernels:
         self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
         self._descriptors: dict[tuple[int, int, int], Any] = {}
 
+    def _await_flags(self, kind: FlagKind, *, only_with_rows: bool = False) -> None:
+        """Where ranks share a GPU, let one thread block a rank wait, not a whole grid of them: a kernel that a peer
+        waits for must always find multiprocessors that are free of waiting ones."""
+        if self.device.num_virtual_ranks == 1:
+            return
+        b = self.buffers
+        flags.await_kernel[(1,)](
+            b.control, b.bases, **self._ranks, KIND=int(kind), ONLY_WITH_ROWS=only_with_rows, num_warps=1
+        )
+
     def prepare(self) -> None:
         b = self.buffers
         prepare.prepare_kernel[(1,)](
@@ -76,6 +87,8 @@ class Kernels:
 
     def dispatch(self, *, compact: bool, quantized: bool) -> None:
         b = self.buffers
+        if compact:
+            self._await_flags(FlagKind.COUNTS)
         dispatch.dispatch_kernel[(4 * self.device.share,)](
             b.control,
             b.bases,
@@ -97,6 +110,7 @@ class Kernels:
     def index(self, gemms: GemmPlan, capacity: int, *, compact: bool) -> None:
         """capacity: of the runtime that serves the step."""
         b, shape = self.buffers, self.buffers.shape
+        self._await_flags(FlagKind.PAYLOAD, only_with_rows=not compact)
         index.index_kernel[(shape.num_experts_per_rank,)](
             b.control,
             b.bases,
@@ -152,7 +166,7 @@ class Kernels:
                 layer.w13.out_factor,
                 b.image,
                 b.work[b.sizes.stream_offset :],
-                b.work[Counter.NUM_LIGHT_ENTRIES :],
+                b.work[Counter.NUM_STREAM_ENTRIES :],
                 self._limit,
                 self.device.share,
                 **chunks,
@@ -195,7 +209,7 @@ class Kernels:
                 layer.w2.out_factor,
                 b.middle,
                 b.work[b.sizes.stream_offset :],
-                b.work[Counter.NUM_LIGHT_ENTRIES :],
+                b.work[Counter.NUM_STREAM_ENTRIES :],
                 self.device.share,
                 **common,
                 GROUPS=b.sizes.gemm2_groups,
@@ -242,8 +256,12 @@ class Kernels:
         combine.post_return_kernel[(1,)](b.control, b.bases, **self._ranks, FP8=self.fp8, num_warps=1)
 
     def combine(self, *, post: bool = True) -> None:
-        """post=False: after post_return, where ranks take turns on one stream."""
+        """post=False: after post_return."""
         b = self.buffers
+        if post and self.device.num_virtual_ranks > 1:
+            self.post_return()
+            post = False
+        self._await_flags(FlagKind.RETURN)
         combine.combine_kernel[(4 * self.device.share,)](
             b.control,
             b.bases,
@@ -324,12 +342,11 @@ class Kernels:
 def _tiled_options(tiled: TiledPlan, groups: int) -> dict[str, Any]:
     """Constants and options of a tiled kernel; groups: row groups of an expert's matrix."""
     options = {
-        "TILES": groups * 8 // tiled.warps,
+        "GROUPS": groups,
         "AHEAD": tiled.ahead,
         "STAGES": tiled.stages,
         "BLOCK_N": tiled.block_n,
-        "WARPS": tiled.warps,
-        "num_warps": tiled.warps,
+        "num_warps": 8,
     }
     return options if tiled.num_regs is None else options | {"maxnreg": tiled.num_regs}
 

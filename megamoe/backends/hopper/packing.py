@@ -90,8 +90,8 @@ def padded_columns(num_columns: int) -> int:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of a packed matrix that is not w13: the tiled kernel takes two row groups at a time."""
-    return _align(num_rows, 2 * ROW_GROUP)
+    """Rows of a packed matrix that is not w13."""
+    return _align(num_rows, ROW_GROUP)
 
 
 def swiglu_row_order(intermediate: int) -> torch.Tensor:
@@ -242,3 +242,24 @@ def unpack_matrix(packed: PackedMatrix) -> torch.Tensor:
     dense = values.permute(0, 1, 3, 4, 10, 6, 2, 7, 5, 8, 9, 11)
     dense = dense.reshape(experts, packed.padded_rows, packed.padded_columns)
     return dense * packed.out_factor.view(-1, 1, 1)
+
+
+# Tokens, the other operand: in which order the kernels read bf16 rows whose columns are padded to K_ALIGN.
+
+
+def to_stream_order(rows: torch.Tensor) -> torch.Tensor:
+    """bf16 [16, K] -> the same elements as the streaming kernel reads them."""
+    return rows.view(2, 8, -1, 4, 4, 8).permute(2, 0, 4, 1, 3, 5).reshape(rows.shape)
+
+
+def from_stream_order(block: torch.Tensor) -> torch.Tensor:
+    return block.view(-1, 2, 4, 8, 4, 8).permute(1, 3, 0, 4, 2, 5).reshape(block.shape)
+
+
+def to_tiled_order(rows: torch.Tensor) -> torch.Tensor:
+    """bf16 [n, K] -> K permuted inside each 128 as the tiled kernel reads it."""
+    return rows.view(len(rows), -1, 4, 8, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(rows.shape)
+
+
+def from_tiled_order(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(len(rows), -1, 8, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(rows.shape)

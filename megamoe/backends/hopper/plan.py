@@ -2,7 +2,7 @@
 
 Tiles never depend on a rank's own counts: they follow from the agreed maximum of rows a rank, so that all ranks, and
 `compact` and `large_m`, multiply the same rows in the same way. Inside a launch each expert goes to one of two
-kernels by its own row count: up to `stream_max_rows` to the streaming kernel in entries of 16 rows, above it to the
+kernels by its own row count: up to `stream_max_rows` to the streaming kernel in one or two entries, above it to the
 tiled kernel in entries of `block_n` rows. Both find their entries in tables that the index stage writes on the
 device; nothing here is known on the host when it is launched.
 """
@@ -16,39 +16,50 @@ from megamoe.shape import MoeShape
 
 BLOCK_ROWS = 16
 """Rows of routed tables and token images start at multiples of this for every expert."""
-LIGHT_ROWS = 8
-"""Streaming entries of up to 8 rows need one MMA a step, of up to 16 two."""
-LIGHT_COST, HEAVY_COST = 6, 7
-"""Time of a tile of either kind, relative: 272 and 315 us for 48 experts' GEMM1, V4-Pro, H200."""
+STREAM_COSTS = (12, 14, 17)
+"""Time of a streaming tile for entries of up to 8, 16 and 24 rows, relative. One more MMA a step each: 265 and 315 us
+for 48 experts' GEMM1 at 8 and 16 rows (V4-Pro, H200)."""
+WIDEST_ROWS = 8 * len(STREAM_COSTS)
 ENTRY_WORDS = 4
 """A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, unused."""
 COUNTER_WORDS = 16
 MIN_BLOCK_N, MAX_BLOCK_N = 32, 256
 STREAM_LIMIT = 32
-"""Rows of an expert up to which the streaming kernel reads weights once or twice (H200: 460 us for 48 experts of 16
-rows, 571 us for the tiled kernel at 32; V4-Pro, one rank)."""
+"""Rows of an expert up to which the streaming kernel can serve it, reading its weights at most twice."""
 
 
 class Counter:
     """Words at the head of the work table, written by the index stage."""
 
-    NUM_LIGHT_ENTRIES = 0
-    NUM_HEAVY_ENTRIES = 1
-    NUM_TILED_ENTRIES = 2
-    NUM_BLOCKS = 3
-    NUM_ROUTED_ROWS = 4
+    NUM_STREAM_ENTRIES = 0
+    """Three words: entries of up to 8, 16 and 24 rows, which follow each other in the table."""
+    NUM_TILED_ENTRIES = 3
+    NUM_BLOCKS = 4
+    NUM_ROUTED_ROWS = 5
 
 
-def stream_range(slot: int, num_slots: int, num_light: int, num_heavy: int) -> tuple[int, int]:
-    """Tiles [first, stop) of one multiprocessor, light ones first in the numbering, by equal cost (device code:
-    stream_loop.tile_range). Contiguous, so that tiles of an expert find its tokens in L1."""
+def stream_entries(count: int) -> tuple[int, ...]:
+    """Rows of the streaming entries of an expert with `count` rows (at most STREAM_LIMIT): one if that is wide
+    enough, else two that begin at its 16-row blocks."""
+    if count == 0:
+        return ()
+    return (count,) if count <= WIDEST_ROWS else (BLOCK_ROWS, count - BLOCK_ROWS)
+
+
+def stream_range(slot: int, num_slots: int, num_tiles: tuple[int, int, int]) -> tuple[int, int]:
+    """Tiles [first, stop) of one multiprocessor by equal cost; num_tiles: of entries of up to 8, 16 and 24 rows, which
+    are numbered in that order (device code: stream_loop.tile_range). Contiguous, so that tiles of an expert find its
+    tokens in L1."""
 
     def tile_at(cost: int) -> int:
-        if cost < num_light * LIGHT_COST:
-            return cost // LIGHT_COST
-        return num_light + (cost - num_light * LIGHT_COST) // HEAVY_COST
+        tile = 0
+        for number, each in zip(num_tiles, STREAM_COSTS, strict=True):
+            here = min(cost, number * each)
+            tile += here // each
+            cost -= here
+        return tile
 
-    total = num_light * LIGHT_COST + num_heavy * HEAVY_COST
+    total = sum(number * each for number, each in zip(num_tiles, STREAM_COSTS, strict=True))
     return tile_at(total * slot // num_slots), tile_at(total * (slot + 1) // num_slots)
 
 
@@ -66,12 +77,12 @@ GEMM2_STREAM = StreamPlan(warps=4, occupancy=4)
 
 @dataclass(frozen=True, kw_only=True)
 class TiledPlan:
-    """Tiled kernel: warps x 16 rows of weights times block_n tokens.
+    """Tiled kernel: 128 rows of weights (8 warps) times block_n tokens.
 
     stages of chunks_per_stage x 128 of K are in flight for tokens, `ahead` chunks for weights. num_regs: register cap
-    a thread, None = as the compiler likes. occupancy: blocks a multiprocessor."""
+    a thread, None = as the compiler likes. occupancy: blocks a multiprocessor.
+    """
 
-    warps: int
     block_n: int
     stages: int
     chunks_per_stage: int
@@ -81,10 +92,10 @@ class TiledPlan:
 
 
 _TILED = {
-    32: TiledPlan(warps=16, block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=1),
-    64: TiledPlan(warps=16, block_n=64, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=1),
-    128: TiledPlan(warps=16, block_n=128, stages=4, chunks_per_stage=1, ahead=2, num_regs=128, occupancy=1),
-    256: TiledPlan(warps=8, block_n=256, stages=3, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
+    32: TiledPlan(block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
+    64: TiledPlan(block_n=64, stages=3, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
+    128: TiledPlan(block_n=128, stages=4, chunks_per_stage=1, ahead=4, num_regs=None, occupancy=1),
+    256: TiledPlan(block_n=256, stages=3, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
 }
 
 
@@ -107,21 +118,31 @@ class GemmPlan:
 def plan_gemms(
     shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
 ) -> GemmPlan:
-    """Choose by rows per expert if all ranks bring max_rows evenly.
+    """Choose by the rows that an expert has on average if all ranks bring max_rows.
 
-    Thresholds: V4-Pro, one H200, see docs/hopper.md. fp8_rows: the widest tile has no shared memory left to weight
-    and quantize rows in. batch_invariant: one kernel for every row, whatever its mates.
+    Thresholds: V4-Pro, one H200, layer times at 1 to 8192 tokens a rank, see docs/hopper.md. fp8_rows: the widest tile
+    has no shared memory left to weight and quantize rows in. batch_invariant: one kernel for every row, whatever its
+    mates.
     """
     mean = max_rows * shape.num_topk * shape.num_ranks / shape.num_experts
-    stream_max_rows = STREAM_LIMIT if mean <= 12 and not batch_invariant else 0
-    if mean <= 24:
-        # Beside the streaming kernel only hot experts are left, which have many rows.
-        return GemmPlan(stream_max_rows=stream_max_rows, block_n=64 if stream_max_rows else 32)
-    if mean <= 80:
-        return GemmPlan(stream_max_rows=0, block_n=64)
-    if mean <= 192 or fp8_rows:
-        return GemmPlan(stream_max_rows=0, block_n=128)
-    return GemmPlan(stream_max_rows=0, block_n=256)
+    stream_max_rows, block_n = next(kernels for limit, kernels in _BY_MEAN_ROWS if mean <= limit)
+    if batch_invariant:
+        stream_max_rows = 0
+    if fp8_rows:
+        block_n = min(block_n, 128)
+    return GemmPlan(stream_max_rows=stream_max_rows, block_n=block_n)
+
+
+_BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (
+    # Beside the streaming kernel only hot experts are left, which have many rows.
+    (12, (32, 64)),
+    (24, (32, 32)),
+    (40, (16, 64)),
+    (80, (0, 64)),
+    (512, (0, 128)),
+    (float("inf"), (0, 256)),
+)
+"""Up to a mean number of rows an expert: (stream_max_rows, block_n)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +232,10 @@ def expert_entries(rows_per_expert: list[int], plan: GemmPlan) -> list[Expected]
     first_row = 0
     for count in rows_per_expert:
         streaming = count <= plan.stream_max_rows
-        size = BLOCK_ROWS if streaming else plan.block_n
-        cuts = tuple(min(size, count - start) for start in range(0, count, size))
+        if streaming:
+            cuts = stream_entries(count)
+        else:
+            cuts = tuple(min(plan.block_n, count - start) for start in range(0, count, plan.block_n))
         out.append(Expected(first_row=first_row, rows=cuts, streaming=streaming))
         first_row += -(-count // BLOCK_ROWS) * BLOCK_ROWS
     return out

@@ -49,6 +49,7 @@ class Word(IntEnum):
     """Mask of ranks that did not come."""
     FAILED_KIND = 34
     FAILED_SRC = 35
+    """Whose flag was waited for; -1: a peer gave the launch up."""
     FAILED_SEEN = 36
     REFUSED = 37
     """Mask of ranks that joined with the error bit."""

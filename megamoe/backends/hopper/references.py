@@ -18,7 +18,7 @@ from megamoe.backends.hopper.plan import (
     BLOCK_ROWS,
     COUNTER_WORDS,
     ENTRY_WORDS,
-    LIGHT_ROWS,
+    STREAM_COSTS,
     Counter,
     GemmPlan,
     expert_entries,
@@ -185,8 +185,7 @@ def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool) -> None:
     buffers = group.ranks[rank]
     experts, slots, addresses, weights = _routed_rows(group, rank, compact=compact)
     counts = torch.bincount(experts, minlength=buffers.shape.num_experts_per_rank).tolist()
-    light: list[tuple[int, int, int, int]] = []
-    heavy: list[tuple[int, int, int, int]] = []
+    stream: list[list[tuple[int, int, int, int]]] = [[] for _ in STREAM_COSTS]
     tiled: list[tuple[int, int, int, int]] = []
     for expert, cuts in enumerate(expert_entries(counts, gemms)):
         mine = (experts == expert).nonzero().flatten()
@@ -201,40 +200,21 @@ def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool) -> None:
             )
         for number, count in enumerate(cuts.rows):
             if cuts.streaming:
-                kind_of = light if count <= LIGHT_ROWS else heavy
-                kind_of.append((expert, first // BLOCK_ROWS + number, count, 0))
+                stream[(count - 1) // 8].append((expert, first // BLOCK_ROWS + number, count, 0))
             else:
                 tiled.append((expert, first + number * gemms.block_n, count, 0))
     work = buffers.work
     for offset, entries in (
-        (buffers.sizes.stream_offset, light + heavy),
+        (buffers.sizes.stream_offset, [entry for width in stream for entry in width]),
         (buffers.sizes.tiled_offset, tiled),
     ):
         flat = torch.tensor(entries, dtype=torch.int32).flatten()
         work[offset : offset + len(flat)] = flat.to(work.device)
-    work[Counter.NUM_LIGHT_ENTRIES] = len(light)
-    work[Counter.NUM_HEAVY_ENTRIES] = len(heavy)
+    for width, listed in enumerate(stream):
+        work[Counter.NUM_STREAM_ENTRIES + width] = len(listed)
     work[Counter.NUM_TILED_ENTRIES] = len(tiled)
     work[Counter.NUM_BLOCKS] = sum(-(-count // BLOCK_ROWS) for count in counts)
     work[Counter.NUM_ROUTED_ROWS] = sum(counts)
-
-
-def to_stream_order(rows: torch.Tensor) -> torch.Tensor:
-    """bf16 [16, K] -> the same elements as the streaming kernel reads them."""
-    return rows.view(2, 8, -1, 4, 4, 8).permute(2, 0, 4, 1, 3, 5).reshape(rows.shape)
-
-
-def from_stream_order(block: torch.Tensor) -> torch.Tensor:
-    return block.view(-1, 2, 4, 8, 4, 8).permute(1, 3, 0, 4, 2, 5).reshape(block.shape)
-
-
-def to_tiled_order(rows: torch.Tensor) -> torch.Tensor:
-    """bf16 [n, K] -> K permuted inside each 128 as the tiled kernel reads it."""
-    return rows.view(len(rows), -1, 4, 8, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(rows.shape)
-
-
-def from_tiled_order(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(len(rows), -1, 8, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(rows.shape)
 
 
 def expand(group: Group, rank: int) -> None:
@@ -253,16 +233,16 @@ def expand(group: Group, rank: int) -> None:
         codes, scales = payload[slots, :hidden], payload[slots, hidden : hidden + sf_bytes]
         rows[:count, :hidden] = mx.dequantize_mxfp8(codes, scales).bfloat16()
         if info >= STREAM_FLAG:
-            buffers.image[first : first + BLOCK_ROWS] = to_stream_order(rows)
+            buffers.image[first : first + BLOCK_ROWS] = packing.to_stream_order(rows)
         else:
-            buffers.image[first : first + count] = to_tiled_order(rows)[:count]
+            buffers.image[first : first + count] = packing.to_tiled_order(rows)[:count]
 
 
 def entries_of(buffers: RankBuffers) -> list[tuple[bool, int, int, int]]:
     """(streaming, expert, first row, rows) of all work entries."""
     out = []
     counters = buffers.work[:COUNTER_WORDS].tolist()
-    num_stream = counters[Counter.NUM_LIGHT_ENTRIES] + counters[Counter.NUM_HEAVY_ENTRIES]
+    num_stream = sum(counters[Counter.NUM_STREAM_ENTRIES :][: len(STREAM_COSTS)])
     for streaming, offset, number in (
         (True, buffers.sizes.stream_offset, num_stream),
         (False, buffers.sizes.tiled_offset, counters[Counter.NUM_TILED_ENTRIES]),
@@ -275,8 +255,9 @@ def entries_of(buffers: RankBuffers) -> list[tuple[bool, int, int, int]]:
 
 def _rows_of(image: torch.Tensor, streaming: bool, first: int, count: int) -> torch.Tensor:
     if streaming:
-        return from_stream_order(image[first : first + BLOCK_ROWS])[:count]
-    return from_tiled_order(image[first : first + count])
+        blocks = range(first, first + count, BLOCK_ROWS)
+        return torch.cat([packing.from_stream_order(image[row : row + BLOCK_ROWS]) for row in blocks])[:count]
+    return packing.from_tiled_order(image[first : first + count])
 
 
 def _expert(matrix: packing.PackedMatrix, expert: int) -> torch.Tensor:
@@ -305,11 +286,14 @@ def gemm1(group: Group, rank: int, layer: BoundLayer) -> None:
         act = torch.nn.functional.silu if shape.activation == "silu" else torch.nn.functional.gelu
         h = mx.dequantize_mxfp8(*mx.quantize_mxfp8(act(gate) * up)).bfloat16()
         if streaming:
-            rows = torch.zeros((BLOCK_ROWS, h.shape[1]), dtype=torch.bfloat16, device=h.device)
+            padded = -(-count // BLOCK_ROWS) * BLOCK_ROWS
+            rows = torch.zeros((padded, h.shape[1]), dtype=torch.bfloat16, device=h.device)
             rows[:count] = h
-            buffers.middle[first : first + BLOCK_ROWS] = to_stream_order(rows)
+            for row in range(0, padded, BLOCK_ROWS):
+                block = packing.to_stream_order(rows[row : row + BLOCK_ROWS])
+                buffers.middle[first + row : first + row + BLOCK_ROWS] = block
         else:
-            buffers.middle[first : first + count] = to_tiled_order(h)
+            buffers.middle[first : first + count] = packing.to_tiled_order(h)
 
 
 def _return(group: Group, rank: int, first: int, rows: torch.Tensor, row_format: RowFormat) -> None:

@@ -15,7 +15,8 @@ FAILED = tl.constexpr(int(Word.FAILED))
 @triton.jit(do_not_specialize=["own_rank"])
 def close_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr):
     if tl.load(control + FAILED, volatile=True) == 0:
-        flags.post(control, bases, flags.CLOSE_FLAG, 0, own_rank, NUM_RANKS)
+        none = tl.full((), 0, tl.int64)
+        flags.post(control, bases, flags.CLOSE_FLAG, none, own_rank, NUM_RANKS)
         flags.wait(control, bases, flags.CLOSE_FLAG, (1 << NUM_RANKS) - 1, own_rank, NUM_RANKS)
 
 

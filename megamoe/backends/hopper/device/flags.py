@@ -23,6 +23,7 @@ MISSING = tl.constexpr(int(Word.MISSING))
 FAILED_KIND = tl.constexpr(int(Word.FAILED_KIND))
 FAILED_SRC = tl.constexpr(int(Word.FAILED_SRC))
 FAILED_SEEN = tl.constexpr(int(Word.FAILED_SEEN))
+ROWS_PER_RANK = tl.constexpr(int(Word.ROWS_PER_RANK))
 LINE_BYTES = tl.constexpr(CACHE_LINE_BYTES)
 COUNTS_FLAG = tl.constexpr(int(FlagKind.COUNTS))
 PAYLOAD_FLAG = tl.constexpr(int(FlagKind.PAYLOAD))
@@ -82,10 +83,19 @@ def abort(control, bases, missing, own_rank, NUM_RANKS: tl.constexpr):
 
 
 @triton.jit
+def _lacking(words, given_up, wanted, epoch, src):
+    """(mask of wanted ranks whose flags are not here, whether a peer gave this launch up)."""
+    here = (words < 0) & ((words & LOW_HALF) == epoch)
+    gone = (given_up < 0) & ((given_up & LOW_HALF) == epoch)
+    return tl.sum(tl.where(wanted & (here == 0), 1 << src, 0)), tl.sum(gone.to(tl.int32)) != 0
+
+
+@triton.jit
 def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
     """Wait for the flags of the ranks in the mask `needed`. Returns (all came, words [NUM_RANKS] int64).
 
-    On a timeout, or when a peer gave this launch up, status words say who is missing and the result is False.
+    On a timeout, or when a peer gave this launch up, status words say who is missing and the result is False; so it
+    is at once if an earlier wait of this launch failed.
     """
     src = tl.arange(0, NUM_RANKS)
     own = tl.load(bases + own_rank)
@@ -94,25 +104,24 @@ def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
     epoch = tl.load(control + EPOCH)
     timeout = tl.load(control + TIMEOUT_NS)
     wanted = ((needed >> src) & 1) == 1
+    failed = tl.load(control + FAILED, volatile=True) != 0
     words = tl.load(line, volatile=True)
     given_up = tl.load(aborts, volatile=True)
-    here = (words < 0) & ((words & LOW_HALF) == epoch)
-    lacking = tl.sum(tl.where(wanted & (here == 0), 1 << src, 0))
-    gone = tl.sum(tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), 1, 0))
+    lacking, gone = _lacking(words, given_up, wanted, epoch, src)
     started = now_ns()
-    late = False
+    late = failed
     while (lacking != 0) & (gone == 0) & (late == 0):
         words = tl.load(line, volatile=True)
         given_up = tl.load(aborts, volatile=True)
-        here = (words < 0) & ((words & LOW_HALF) == epoch)
-        lacking = tl.sum(tl.where(wanted & (here == 0), 1 << src, 0))
-        gone = tl.sum(tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), 1, 0))
+        lacking, gone = _lacking(words, given_up, wanted, epoch, src)
         late = now_ns() - started > timeout
-    if gone != 0:
+    if (failed == 0) & gone:
         masks = tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), (given_up >> 32) & 0xFF, 0)
         tl.store(control + MISSING, tl.reduce_or(masks, 0))
+        tl.store(control + FAILED_KIND, kind)
+        tl.store(control + FAILED_SRC, -1)
         tl.store(control + FAILED, 1)
-    elif lacking != 0:
+    elif (failed == 0) & (lacking != 0):
         first = tl.min(tl.where(((lacking >> src) & 1) == 1, src, NUM_RANKS))
         abort(control, bases, lacking.to(tl.int64), own_rank, NUM_RANKS)
         tl.store(control + MISSING, lacking.to(tl.int64))
@@ -121,4 +130,24 @@ def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
         tl.store(control + FAILED_SEEN, tl.sum(tl.where(src == first, words, 0)))
         tl.store(control + FAILED, 1)
     fence_system()
-    return (lacking == 0) & (gone == 0), words
+    return (lacking == 0) & (gone == 0) & (failed == 0), words
+
+
+@triton.jit
+def ranks_with_rows(control, NUM_RANKS: tl.constexpr):
+    """Mask of the ranks that bring rows by the agreed counts."""
+    rank = tl.arange(0, NUM_RANKS)
+    agreed = tl.load(control + ROWS_PER_RANK + rank)
+    return tl.sum(tl.where(agreed > 0, 1 << rank, 0))
+
+
+@triton.jit(do_not_specialize=["own_rank"])
+def await_kernel(
+    control, bases, own_rank, KIND: tl.constexpr, ONLY_WITH_ROWS: tl.constexpr, NUM_RANKS: tl.constexpr
+):
+    """One thread block waits, so that the many of the next kernel need not: see Kernels.await_flags."""
+    if ONLY_WITH_ROWS:
+        needed = ranks_with_rows(control, NUM_RANKS)
+    else:
+        needed = (1 << NUM_RANKS) - 1
+    wait(control, bases, KIND, needed, own_rank, NUM_RANKS)

@@ -34,24 +34,43 @@ def swiglu(gate, up, limit):
 
 @gluon.jit
 def _finish_stream(
-    acc, factor, limit, image, block, group, rows,
-    CHUNKS_OUT: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+    acc, factor, limit, image, block, group, rows, CHUNKS_OUT: gl.constexpr, WARPS: gl.constexpr,
+    BLOCKS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """Sum, SwiGLU, round, and store one tile's 64 features of up to 8 * BLOCKS tokens into GEMM2's image."""
-    layout: gl.constexpr = stream.sum_layout(WARPS, BLOCKS, FEATURES)
-    gate = stream.sum_groups(stream.half_rows(acc, 0, WARPS, BLOCKS), layout) * factor
-    up = stream.sum_groups(stream.half_rows(acc, 1, WARPS, BLOCKS), layout) * factor
-    value = mxfp8_rounded(swiglu(gate, up, limit), 8 * BLOCKS, FEATURES).to(gl.bfloat16)
+    """Sum, SwiGLU, round, and store one tile's 64 features of COUNT blocks of 8 tokens into GEMM2's image."""
+    layout: gl.constexpr = stream.sum_layout(WARPS, COUNT, FEATURES)
+    gate = stream.sum_groups(stream.half_rows(acc, 0, WARPS, BLOCKS, FIRST, COUNT), layout) * factor
+    up = stream.sum_groups(stream.half_rows(acc, 1, WARPS, BLOCKS, FIRST, COUNT), layout) * factor
+    value = mxfp8_rounded(swiglu(gate, up, limit), 8 * COUNT, FEATURES).to(gl.bfloat16)
     out: gl.constexpr = gl.SliceLayout(0, layout)
     value = gl.convert_layout(value, out)
-    token = gl.arange(0, 8 * BLOCKS, layout=gl.SliceLayout(1, out))
+    token = FIRST * 8 + gl.arange(0, 8 * COUNT, layout=gl.SliceLayout(1, out))
     feature = group * FEATURES + gl.arange(0, FEATURES, layout=gl.SliceLayout(0, out))
     # chunk, 32-block t and position in it -> where stream.multiply looks for it
     column = (feature // 128) * (TOKEN_CHUNK_BYTES // 2) + (feature // 32 % 4) * 8
     column += (feature % 32 // 8) * 256 + feature % 8
-    row = (token // 8) * (TOKEN_BLOCK_BYTES // 2) + (token % 8) * 32
+    row = token // 16 * (CHUNKS_OUT * (TOKEN_CHUNK_BYTES // 2)) + token % 16 // 8 * (TOKEN_BLOCK_BYTES // 2)
+    row += token % 8 * 32
     base = image + block.to(gl.int64) * (CHUNKS_OUT * (TOKEN_CHUNK_BYTES // 2))
     gl.store(base + row[:, None] + column[None, :], value, mask=(token < rows)[:, None])
+
+
+@gluon.jit
+def _stream_tile(
+    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image, block, group, rows,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Multiply a tile for entries of up to 8 * BLOCKS rows and finish it; returns the next tile's first words."""
+    words, scales, acc = stream.multiply(
+        words, scales, lane, chunks, this_tile, next_tile, CHUNKS, WARPS, BLOCKS
+    )
+    count: gl.constexpr = 1 if BLOCKS == 1 else 2
+    _finish_stream(acc, factor, limit, image, block, group, rows, CHUNKS_OUT, WARPS, BLOCKS, 0, count)
+    if BLOCKS > 2:
+        _finish_stream(
+            acc, factor, limit, image, block, group, rows, CHUNKS_OUT, WARPS, BLOCKS, 2, BLOCKS - 2
+        )
+    return words, scales
 
 
 @gluon.jit
@@ -60,8 +79,7 @@ def gemm1_stream_kernel(
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, image block, rows, unused; light
-    entries first."""
+    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, image block, rows, unused."""
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tid = gl.arange(0, 32 * WARPS, layout=threads)
     warp = tid >> 5
@@ -72,7 +90,6 @@ def gemm1_stream_kernel(
     weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
     tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
     words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
-    steps: gl.constexpr = CHUNKS // (WARPS // ROW_HALVES)
     for tile in range(first, stop, OCCUPANCY):
         entry = work + tile // GROUPS * 4
         block = gl.load(entry + 1)
@@ -82,44 +99,41 @@ def gemm1_stream_kernel(
         this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
         next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
         chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
-        if rows > 8:
-            words, scales, acc2 = stream.multiply(
-                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 2
-            )
-            _finish_stream(acc2, factor, limit, image_out, block, tile % GROUPS, rows, CHUNKS_OUT, WARPS, 2)
+        if rows > 16:
+            words, scales = _stream_tile(
+                words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
+                CHUNKS, CHUNKS_OUT, WARPS, 3,
+            )  # fmt: skip
+        elif rows > 8:
+            words, scales = _stream_tile(
+                words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
+                CHUNKS, CHUNKS_OUT, WARPS, 2,
+            )  # fmt: skip
         else:
-            words, scales, acc1 = stream.multiply(
-                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 1
-            )
-            _finish_stream(acc1, factor, limit, image_out, block, tile % GROUPS, rows, CHUNKS_OUT, WARPS, 1)
+            words, scales = _stream_tile(
+                words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
+                CHUNKS, CHUNKS_OUT, WARPS, 1,
+            )  # fmt: skip
 
 
 @gluon.jit
 def _finish_tiled(
-    acc, factor, limit, image, first_row, tile, rows,
-    COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    acc, factor, limit, image, first_row, group, rows, COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """SwiGLU in the thread (gate and up rows are 8 apart), round, and store into GEMM2's row-major image."""
-    features: gl.constexpr = 8 * WARPS
-    x = gl.permute(
-        gl.reshape(acc * factor, [WARPS, 2, 8, BLOCK_N]), [0, 2, 3, 1]
-    )  # warp, g, token, gate or up
+    x = gl.permute(gl.reshape(acc * factor, [8, 2, 8, BLOCK_N]), [0, 2, 3, 1])  # warp, g, token, gate or up
     gate, up = gl.split(x)
-    h = gl.reshape(swiglu(gate, up, limit), [features // 32, 32, BLOCK_N])
+    h = gl.reshape(swiglu(gate, up, limit), [2, 32, BLOCK_N])
     value = mxfp8_rounded_columns(h).to(gl.bfloat16)
-    # feature 32 t + 4 j + 2 i + lo of a chunk -> position 16 j + 8 i + 2 t + lo
-    value = gl.reshape(value, [features // 32, 8, 2, 2, BLOCK_N])
-    value = gl.reshape(gl.permute(value, [4, 1, 2, 0, 3]), [BLOCK_N, features])
-    across: gl.constexpr = features // 8
-    out: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0])
+    # feature 32 u + 4 j + 2 i + lo of block t = 2 * (group % 2) + u -> position 16 j + 8 i + 2 t + lo of its chunk:
+    # of every 8 positions, 4 are this tile's
+    value = gl.reshape(value, [2, 8, 2, 2, BLOCK_N])  # u, j, i, lo, token
+    value = gl.reshape(gl.permute(value, [4, 1, 2, 0, 3]), [BLOCK_N, FEATURES])
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     value = gl.convert_layout(value, out)
     token = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, out))
-    place = gl.arange(0, features, layout=gl.SliceLayout(0, out))
-    if WARPS == 8:
-        # Half a chunk: blocks t = 0, 1 or 2, 3, so that 4 of 8 positions are this tile's.
-        column = tile // 2 * 128 + place // 4 * 8 + tile % 2 * 4 + place % 4
-    else:
-        column = tile * features + place
+    place = gl.arange(0, FEATURES, layout=gl.SliceLayout(0, out))
+    column = group // 2 * 128 + place // 4 * 8 + group % 2 * 4 + place % 4
     base = image + (first_row + token).to(gl.int64)[:, None] * COLUMNS_OUT
     gl.store(base + column[None, :], value, mask=(token < rows)[:, None])
 
@@ -127,32 +141,32 @@ def _finish_tiled(
 @gluon.jit
 def gemm1_tiled_kernel(
     image_out, units, out_factor, image, work, num_entries, limit, num_programs,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, TILES: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 16 * WARPS packed rows). work: int32 [entries, 4]: expert, first image row, rows."""
-    num_tiles = gl.load(num_entries) * TILES
+    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, first image row, rows."""
+    num_tiles = gl.load(num_entries) * GROUPS
     first = gl.program_id(0)
     if first >= num_tiles:
         return
-    words_off, scales_off = tiled.thread_offsets(WARPS, CHUNKS)
-    row, at = tiled.tile_origin(units, work, first, TILES, CHUNKS, WARPS)
+    words_off, scales_off = tiled.thread_offsets()
+    row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
     memory, bars = tiled.open_ring(image, row, STAGES)
     chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for tile in range(first, num_tiles, num_programs):
-        row, at = tiled.tile_origin(units, work, tile, TILES, CHUNKS, WARPS)
+        row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
         more = tile + num_programs < num_tiles
         next_row, next_at = tiled.tile_origin(
-            units, work, gl.where(more, tile + num_programs, tile), TILES, CHUNKS, WARPS
+            units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
         )
         acc, chunks, slot, phase = tiled.multiply(
             chunks, image, memory, bars, slot, phase, row, next_row, more,
             at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N, WARPS,
+            CHUNKS, AHEAD, STAGES, BLOCK_N,
         )  # fmt: skip
-        entry = work + tile // TILES * 4
+        entry = work + tile // GROUPS * 4
         factor = gl.load(out_factor + gl.load(entry))
         _finish_tiled(
             acc,
@@ -160,9 +174,8 @@ def gemm1_tiled_kernel(
             limit,
             image_out,
             row,
-            tile % TILES,
+            tile % GROUPS,
             gl.load(entry + 2),
             CHUNKS_OUT * 128,
             BLOCK_N,
-            WARPS,
         )

@@ -51,12 +51,44 @@ def store_rows(
 
 @gluon.jit
 def _finish_stream(
-    acc, factor, row_address, row_weight, block, group, rows,
-    HIDDEN: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+    acc, factor, row_address, row_weight, block, group, rows, HIDDEN: gl.constexpr, FP8: gl.constexpr,
+    WARPS: gl.constexpr, BLOCKS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = stream.sum_layout(WARPS, BLOCKS, 128)
-    y = stream.sum_groups(stream.all_rows(acc, WARPS, BLOCKS), layout) * factor
-    store_rows(y, row_address, row_weight, block * 16, rows, group * 128, HIDDEN, FP8)
+    layout: gl.constexpr = stream.sum_layout(WARPS, COUNT, 128)
+    y = stream.sum_groups(stream.all_rows(acc, WARPS, BLOCKS, FIRST, COUNT), layout) * factor
+    store_rows(y, row_address, row_weight, block * 16 + FIRST * 8, rows - FIRST * 8, group * 128, HIDDEN, FP8)
+
+
+@gluon.jit
+def _stream_tile(
+    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block, group, rows,
+    HIDDEN: gl.constexpr, FP8: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Multiply a tile for entries of up to 8 * BLOCKS rows and finish it; returns the next tile's first words."""
+    words, scales, acc = stream.multiply(
+        words, scales, lane, chunks, this_tile, next_tile, CHUNKS, WARPS, BLOCKS
+    )
+    count: gl.constexpr = 1 if BLOCKS == 1 else 2
+    _finish_stream(
+        acc, factor, row_address, row_weight, block, group, rows, HIDDEN, FP8, WARPS, BLOCKS, 0, count
+    )
+    if BLOCKS > 2:
+        _finish_stream(
+            acc,
+            factor,
+            row_address,
+            row_weight,
+            block,
+            group,
+            rows,
+            HIDDEN,
+            FP8,
+            WARPS,
+            BLOCKS,
+            2,
+            BLOCKS - 2,
+        )
+    return words, scales
 
 
 @gluon.jit
@@ -76,7 +108,6 @@ def gemm2_stream_kernel(
     weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
     tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
     words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
-    steps: gl.constexpr = CHUNKS // (WARPS // ROW_HALVES)
     for tile in range(first, stop, OCCUPANCY):
         entry = work + tile // GROUPS * 4
         block = gl.load(entry + 1)
@@ -86,57 +117,56 @@ def gemm2_stream_kernel(
         this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
         next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
         chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
-        if rows > 8:
-            words, scales, acc2 = stream.multiply(
-                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 2
-            )
-            _finish_stream(
-                acc2, factor, row_address, row_weight, block, tile % GROUPS, rows, HIDDEN, FP8, WARPS, 2
-            )
+        if rows > 16:
+            words, scales = _stream_tile(
+                words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
+                tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 3,
+            )  # fmt: skip
+        elif rows > 8:
+            words, scales = _stream_tile(
+                words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
+                tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 2,
+            )  # fmt: skip
         else:
-            words, scales, acc1 = stream.multiply(
-                words, scales, lane, chunks, this_tile, next_tile, steps, WARPS, 1
-            )
-            _finish_stream(
-                acc1, factor, row_address, row_weight, block, tile % GROUPS, rows, HIDDEN, FP8, WARPS, 1
-            )
+            words, scales = _stream_tile(
+                words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
+                tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 1,
+            )  # fmt: skip
 
 
 @gluon.jit
 def gemm2_tiled_kernel(
     row_address, row_weight, units, out_factor, image, work, num_entries, num_programs,
-    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, TILES: gl.constexpr, FP8: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 16 * WARPS features). work: int32 [entries, 4]: expert, first image row, rows, unused."""
-    num_tiles = gl.load(num_entries) * TILES
+    """Persistent over (entry, 128 features). work: int32 [entries, 4]: expert, first image row, rows, unused."""
+    num_tiles = gl.load(num_entries) * GROUPS
     first = gl.program_id(0)
     if first >= num_tiles:
         return
-    words_off, scales_off = tiled.thread_offsets(WARPS, CHUNKS)
-    row, at = tiled.tile_origin(units, work, first, TILES, CHUNKS, WARPS)
+    words_off, scales_off = tiled.thread_offsets()
+    row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
     memory, bars = tiled.open_ring(image, row, STAGES)
     chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    out: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WARPS, 2 * WARPS], [WARPS, 1], [1, 0])
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     for tile in range(first, num_tiles, num_programs):
-        row, at = tiled.tile_origin(units, work, tile, TILES, CHUNKS, WARPS)
+        row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
         more = tile + num_programs < num_tiles
         next_row, next_at = tiled.tile_origin(
-            units, work, gl.where(more, tile + num_programs, tile), TILES, CHUNKS, WARPS
+            units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
         )
         acc, chunks, slot, phase = tiled.multiply(
             chunks, image, memory, bars, slot, phase, row, next_row, more,
             at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N, WARPS,
+            CHUNKS, AHEAD, STAGES, BLOCK_N,
         )  # fmt: skip
-        entry = work + tile // TILES * 4
+        entry = work + tile // GROUPS * 4
         y = acc * gl.load(out_factor + gl.load(entry))
         if not FP8:
             # Rounded before it crosses shared memory: half the bytes.
             y = y.to(gl.bfloat16)
         y = gl.convert_layout(gl.permute(y, (1, 0)), out)
-        store_rows(
-            y, row_address, row_weight, row, gl.load(entry + 2), tile % TILES * (16 * WARPS), HIDDEN, FP8
-        )
+        store_rows(y, row_address, row_weight, row, gl.load(entry + 2), tile % GROUPS * 128, HIDDEN, FP8)

@@ -13,39 +13,34 @@ import triton.language as tl
 from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.device import flags
 from megamoe.backends.hopper.device.dispatch import count_table
-from megamoe.backends.hopper.record import MAX_RANKS, Word
+from megamoe.backends.hopper.record import Word
 
 CAPACITY = tl.constexpr(int(Word.CAPACITY))
 META_OFFSET = tl.constexpr(int(Word.META_OFFSET))
 COMBINE_OFFSET = tl.constexpr(int(Word.COMBINE_OFFSET))
-ROWS_PER_RANK = tl.constexpr(int(Word.ROWS_PER_RANK))
 REFUSED = tl.constexpr(int(Word.REFUSED))
-FAILED = tl.constexpr(int(Word.FAILED))
 ROWS_RECEIVED = tl.constexpr(int(Word.ROWS_RECEIVED))
 PADDED_ROWS = tl.constexpr(int(Word.PADDED_ROWS))
 BYTES_SENT = tl.constexpr(int(Word.BYTES_SENT))
 BLOCK_ROWS = tl.constexpr(plan.BLOCK_ROWS)
 ENTRY_WORDS = tl.constexpr(plan.ENTRY_WORDS)
-LIGHT_ROWS = tl.constexpr(plan.LIGHT_ROWS)
-NUM_LIGHT_ENTRIES = tl.constexpr(plan.Counter.NUM_LIGHT_ENTRIES)
-NUM_HEAVY_ENTRIES = tl.constexpr(plan.Counter.NUM_HEAVY_ENTRIES)
+WIDEST_ROWS = tl.constexpr(plan.WIDEST_ROWS)
+NUM_STREAM_ENTRIES = tl.constexpr(plan.Counter.NUM_STREAM_ENTRIES)
 NUM_TILED_ENTRIES = tl.constexpr(plan.Counter.NUM_TILED_ENTRIES)
 NUM_BLOCKS = tl.constexpr(plan.Counter.NUM_BLOCKS)
 NUM_ROUTED_ROWS = tl.constexpr(plan.Counter.NUM_ROUTED_ROWS)
-MASK_OF_RANKS = tl.constexpr(MAX_RANKS)
 STREAM_FLAG = tl.constexpr(1 << 8)
 """In a block's info: its expert goes to the streaming kernel. The low byte is the block's rows."""
 
 
 @triton.jit
 def cut(count, STREAM_MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(light, heavy, tiled) entries of experts with `count` rows; a light one holds the last up to 8 of them."""
+    """Of experts with `count` rows: (streaming entries, their width in blocks of 8 rows, tiled entries)."""
     streaming = count <= STREAM_MAX_ROWS
-    rest = count % BLOCK_ROWS
-    is_light = (rest > 0) & (rest <= LIGHT_ROWS)
-    light = tl.where(streaming & is_light, 1, 0)
-    heavy = tl.where(streaming, count // BLOCK_ROWS + tl.where(rest > LIGHT_ROWS, 1, 0), 0)
-    return light, heavy, tl.where(streaming, 0, (count + BLOCK_N - 1) // BLOCK_N)
+    twice = count > WIDEST_ROWS
+    entries = tl.where(streaming, tl.where(count == 0, 0, tl.where(twice, 2, 1)), 0)
+    width = tl.where(twice, 2, (count + 7) // 8)
+    return entries, width, tl.where(streaming, 0, (count + BLOCK_N - 1) // BLOCK_N)
 
 
 @triton.jit
@@ -74,10 +69,11 @@ def index_kernel(
     work int32, see plan.py. SLOTS, BINS: num_topk and experts + 1, rounded up to powers of two."""
     expert = tl.program_id(0)
     rank = tl.arange(0, NUM_RANKS)
-    agreed = tl.load(control + ROWS_PER_RANK + rank)
-    needed = tl.sum(tl.where((agreed > 0) | COMPACT, 1 << rank, 0))
+    if COMPACT:
+        needed = (1 << NUM_RANKS) - 1
+    else:
+        needed = flags.ranks_with_rows(control, NUM_RANKS)
     ok, words = flags.wait(control, bases, flags.PAYLOAD_FLAG, needed, own_rank, NUM_RANKS)
-    ok = ok & (tl.load(control + FAILED, volatile=True) == 0)
     info = (words >> 32) & 0x7FFFFFFF
     wanted = ((needed >> rank) & 1) == 1
     if COMPACT:
@@ -109,8 +105,7 @@ def index_kernel(
     bin_idx = tl.arange(0, BINS)
     counts = tl.where(bin_idx < EXPERTS_PER_RANK, counts, 0)
     blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    light, heavy, tiled = cut(counts, STREAM_MAX_ROWS, BLOCK_N)
-    num_light = tl.sum(light)
+    stream, width, tiled = cut(counts, STREAM_MAX_ROWS, BLOCK_N)
     before = bin_idx < expert
     count = tl.sum(tl.where(bin_idx == expert, counts, 0))
     first_block = tl.sum(tl.where(before, blocks, 0))
@@ -143,32 +138,29 @@ def index_kernel(
     tl.atomic_add(control + BYTES_SENT, remote.to(tl.int64) * RESULT_BYTES, sem="relaxed")
 
     # Its blocks and entries.
-    own_light, own_heavy, own_tiled = cut(count, STREAM_MAX_ROWS, BLOCK_N)
+    own_stream, own_width, own_tiled = cut(count, STREAM_MAX_ROWS, BLOCK_N)
     kind = tl.where(count <= STREAM_MAX_ROWS, STREAM_FLAG, 0)
     own_blocks = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
     for start in range(0, own_blocks, 128):
         j = start + tl.arange(0, 128)
         rows = tl.minimum(count - j * BLOCK_ROWS, BLOCK_ROWS)
         tl.store(block_info + first_block + j, rows | kind, mask=j < own_blocks)
-    light_entries = work + stream_offset + tl.sum(tl.where(before, light, 0)) * ENTRY_WORDS
-    heavy_entries = work + stream_offset + (num_light + tl.sum(tl.where(before, heavy, 0))) * ENTRY_WORDS
+    # Streaming entries lie by width, then by expert.
+    earlier = (width < own_width) | ((width == own_width) & before)
+    stream_entries = work + stream_offset + tl.sum(tl.where(earlier, stream, 0)) * ENTRY_WORDS
+    size = tl.where(own_stream == 2, BLOCK_ROWS, WIDEST_ROWS)
+    _write_entries(stream_entries, expert, first_block, 1, size, count, own_stream)
     tiled_entries = work + tiled_offset + tl.sum(tl.where(before, tiled, 0)) * ENTRY_WORDS
-    full = count // BLOCK_ROWS
-    _write_entries(
-        light_entries, expert, first_block + full, 1, BLOCK_ROWS, count - full * BLOCK_ROWS, own_light
-    )
-    _write_entries(heavy_entries, expert, first_block, 1, BLOCK_ROWS, count, own_heavy)
     _write_entries(tiled_entries, expert, first_row, BLOCK_N, BLOCK_N, count, own_tiled)
     if expert == 0:
-        tl.store(work + NUM_LIGHT_ENTRIES, num_light)
-        tl.store(work + NUM_HEAVY_ENTRIES, tl.sum(heavy))
+        for blocks_of_8 in tl.static_range(1, WIDEST_ROWS // 8 + 1):
+            of_width = tl.sum(tl.where(width == blocks_of_8, stream, 0))
+            tl.store(work + NUM_STREAM_ENTRIES + blocks_of_8 - 1, of_width)
         tl.store(work + NUM_TILED_ENTRIES, tl.sum(tiled))
         tl.store(work + NUM_BLOCKS, tl.sum(blocks))
         tl.store(work + NUM_ROUTED_ROWS, tl.sum(counts))
         tl.store(control + ROWS_RECEIVED, tl.sum(counts).to(tl.int64))
-        padded = (
-            num_light * LIGHT_ROWS + tl.sum(heavy) * BLOCK_ROWS + tl.sum(tiled) * BLOCK_N - tl.sum(counts)
-        )
+        padded = tl.sum(stream * width) * 8 + tl.sum(tiled) * BLOCK_N - tl.sum(counts)
         tl.store(control + PADDED_ROWS, padded.to(tl.int64))
         refused = wanted & ((info & flags.ERROR_BIT) != 0)
         tl.store(control + REFUSED, tl.sum(tl.where(refused, 1 << rank, 0)).to(tl.int64))

@@ -16,8 +16,9 @@ from megamoe.backends.hopper import fragments, packing, plan
 UNIT_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_BYTES)
 WORD_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_WORD_BYTES)
 TILES: gl.constexpr = gl.constexpr(packing.TILES_PER_UNIT)
-LIGHT_COST: gl.constexpr = gl.constexpr(plan.LIGHT_COST)
-HEAVY_COST: gl.constexpr = gl.constexpr(plan.HEAVY_COST)
+COST1: gl.constexpr = gl.constexpr(plan.STREAM_COSTS[0])
+COST2: gl.constexpr = gl.constexpr(plan.STREAM_COSTS[1])
+COST3: gl.constexpr = gl.constexpr(plan.STREAM_COSTS[2])
 ROW_HALVES: gl.constexpr = gl.constexpr(2)
 TOKEN_BLOCK_BYTES: gl.constexpr = gl.constexpr(8 * packing.CHUNK * 2)
 """One chunk of 8 tokens, bf16: [4 pieces][lane][16 B]."""
@@ -31,12 +32,15 @@ LOAD2_STREAM: gl.constexpr = gl.constexpr(_LOAD2_STREAM[0])
 LOAD4_KEEP: gl.constexpr = gl.constexpr(_LOAD4_KEEP[0])
 LOAD4_ARGS: gl.constexpr = gl.constexpr(_LOAD4_STREAM[1])
 LOAD2_ARGS: gl.constexpr = gl.constexpr(_LOAD2_STREAM[1])
-MMA1_EVEN: gl.constexpr = gl.constexpr(fragments.mma_half_tile(1, False)[0])
-MMA1_ODD: gl.constexpr = gl.constexpr(fragments.mma_half_tile(1, True)[0])
-MMA1_ARGS: gl.constexpr = gl.constexpr(fragments.mma_half_tile(1, True)[1])
-MMA2_EVEN: gl.constexpr = gl.constexpr(fragments.mma_half_tile(2, False)[0])
-MMA2_ODD: gl.constexpr = gl.constexpr(fragments.mma_half_tile(2, True)[0])
-MMA2_ARGS: gl.constexpr = gl.constexpr(fragments.mma_half_tile(2, True)[1])
+MMA1_EVEN: gl.constexpr = gl.constexpr(fragments.mma_steps(4, 1, False)[0])
+MMA1_ODD: gl.constexpr = gl.constexpr(fragments.mma_steps(4, 1, True)[0])
+MMA1_ARGS: gl.constexpr = gl.constexpr(fragments.mma_steps(4, 1, True)[1])
+MMA2_EVEN: gl.constexpr = gl.constexpr(fragments.mma_steps(4, 2, False)[0])
+MMA2_ODD: gl.constexpr = gl.constexpr(fragments.mma_steps(4, 2, True)[0])
+MMA2_ARGS: gl.constexpr = gl.constexpr(fragments.mma_steps(4, 2, True)[1])
+MMA3_EVEN: gl.constexpr = gl.constexpr(fragments.mma_steps(2, 3, False)[0])
+MMA3_ODD: gl.constexpr = gl.constexpr(fragments.mma_steps(2, 3, True)[0])
+MMA3_ARGS: gl.constexpr = gl.constexpr(fragments.mma_steps(2, 3, True)[1])
 # ptxas sinks the reloads to the end of the loop; a warp barrier that it cannot move keeps some where they belong.
 FENCE: gl.constexpr = gl.constexpr("bar.warp.sync 0xffffffff;\nmov.u32 $0, 0;")
 
@@ -96,26 +100,22 @@ def _pick(values, first: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def _mma(words, scale, tokens, acc, ODD: gl.constexpr, BLOCKS: gl.constexpr):
+    """4 (BLOCKS <= 2) or 2 MMA steps of one tile; returns its accumulators."""
+    operands = words + (scale,) + tokens + acc
     if BLOCKS == 1:
         out = gl.inline_asm_elementwise(
-            MMA1_ODD if ODD else MMA1_EVEN,
-            MMA1_ARGS,
-            [words[0], words[1], words[2], words[3], scale]
-            + [tokens[0], tokens[1], tokens[2], tokens[3], tokens[4], tokens[5], tokens[6], tokens[7]]
-            + [acc[0], acc[1], acc[2], acc[3]],
-            dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
-            is_pure=True,
-            pack=1,
+            MMA1_ODD if ODD else MMA1_EVEN, MMA1_ARGS, operands, dtype=(gl.float32,) * 4, is_pure=True, pack=1
+        )
+    elif BLOCKS == 2:
+        out = gl.inline_asm_elementwise(
+            MMA2_ODD if ODD else MMA2_EVEN, MMA2_ARGS, operands, dtype=(gl.float32,) * 8, is_pure=True, pack=1
         )
     else:
         out = gl.inline_asm_elementwise(
-            MMA2_ODD if ODD else MMA2_EVEN,
-            MMA2_ARGS,
-            [words[0], words[1], words[2], words[3], scale]
-            + [tokens[0], tokens[1], tokens[2], tokens[3], tokens[4], tokens[5], tokens[6], tokens[7]]
-            + [tokens[8], tokens[9], tokens[10], tokens[11], tokens[12], tokens[13], tokens[14], tokens[15]]
-            + [acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7]],
-            dtype=(gl.float32,) * 8,
+            MMA3_ODD if ODD else MMA3_EVEN,
+            MMA3_ARGS,
+            operands,
+            dtype=(gl.float32,) * 12,
             is_pure=True,
             pack=1,
         )
@@ -123,20 +123,24 @@ def _mma(words, scale, tokens, acc, ODD: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _tile_at(cost, num_light):
-    heavy = num_light + (cost - num_light * LIGHT_COST) // HEAVY_COST
-    return gl.where(cost < num_light * LIGHT_COST, cost // LIGHT_COST, heavy)
+def _tile_at(cost, num1, num2):
+    """Tile at a cost from the start, where num1 tiles of COST1 come first, then num2 of COST2, then those of COST3."""
+    second = cost - num1 * COST1
+    third = second - num2 * COST2
+    beyond = gl.where(third < 0, num1 + second // COST2, num1 + num2 + third // COST3)
+    return gl.where(second < 0, cost // COST1, beyond)
 
 
 @gluon.jit
 def tile_range(counters, num_slots, GROUPS: gl.constexpr):
     """First tile and end of this program: programs of one multiprocessor (slot) share a contiguous range of equal
-    cost (plan.stream_range). counters: numbers of light and heavy entries."""
-    num_light = gl.load(counters) * GROUPS
-    total = num_light * LIGHT_COST + gl.load(counters + 1) * (GROUPS * HEAVY_COST)
+    cost (plan.stream_range). counters: numbers of entries of up to 8, 16 and 24 rows."""
+    num1 = gl.load(counters) * GROUPS
+    num2 = gl.load(counters + 1) * GROUPS
+    total = num1 * COST1 + num2 * COST2 + gl.load(counters + 2) * (GROUPS * COST3)
     slot = gl.program_id(0) % num_slots
-    first = _tile_at(total * slot // num_slots, num_light) + gl.program_id(0) // num_slots
-    return first, _tile_at(total * (slot + 1) // num_slots, num_light)
+    first = _tile_at(total * slot // num_slots, num1, num2) + gl.program_id(0) // num_slots
+    return first, _tile_at(total * (slot + 1) // num_slots, num1, num2)
 
 
 @gluon.jit
@@ -147,15 +151,38 @@ def tile_address(weights, work, tile, GROUPS: gl.constexpr, CHUNKS: gl.constexpr
 
 
 @gluon.jit
-def multiply(
-    words, scales, lane, tokens, this_tile, next_tile, steps, WARPS: gl.constexpr, BLOCKS: gl.constexpr
+def _load_pieces(
+    chunk, first: gl.constexpr, PIECES: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr
 ):
+    """Token registers of PIECES pieces (8 of K each) of every block of 8 tokens: [block][piece][4]."""
+    out = ()
+    for block in gl.static_range(BLOCKS):
+        for piece in gl.static_range(PIECES):
+            out = out + load_tokens(
+                chunk
+                + (
+                    block // 2 * (CHUNKS * TOKEN_CHUNK_BYTES)
+                    + block % 2 * TOKEN_BLOCK_BYTES
+                    + (first + piece) * 512
+                )
+            )
+    return out
+
+
+@gluon.jit
+def multiply(
+    words, scales, lane, tokens, this_tile, next_tile,
+    CHUNKS: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
     """One tile: 64 rows a warp times BLOCKS x 8 tokens over the warp's share of K.
 
     words, scales: the tile's first unit, loaded. tokens, this_tile: this thread's addresses of its first token chunk
     and unit; next_tile: of the unit that follows the tile. Returns the words and scales of next_tile, and the
     accumulators: for each tile of 16 rows and block of 8 tokens (row g, tokens 2t and 2t + 1; row g + 8, the same).
     """
+    steps: gl.constexpr = CHUNKS // (WARPS // ROW_HALVES)
+    # Wide entries load tokens in smaller portions: their accumulators leave fewer registers.
+    portions: gl.constexpr = 1 if BLOCKS <= 2 else 2
     acc = ()
     for _ in gl.static_range(TILES * BLOCKS * 4):
         acc = acc + (gl.full([32 * WARPS], 0.0, gl.float32, layout=lane.type.layout),)
@@ -164,28 +191,25 @@ def multiply(
         following = gl.where(step == steps - 1, next_tile, this_tile + (step + 1) * (WARPS * UNIT_BYTES))
         new_words = ()
         for half in gl.static_range(2):
-            token_words = ()
-            for block in gl.static_range(BLOCKS):
-                for piece in gl.static_range(2):
-                    token_words = token_words + load_tokens(
-                        chunk + (block * TOKEN_BLOCK_BYTES + (2 * half + piece) * 512)
+            for portion in gl.static_range(portions):
+                token_words = _load_pieces(chunk, 2 * half + portion, 2 // portions, CHUNKS, BLOCKS)
+                new_acc = ()
+                for tile in gl.static_range(TILES):
+                    new_acc = new_acc + _mma(
+                        _pick(words, (half * TILES + tile) * 4 + portion * 2, 4 // portions),
+                        scales[tile // 2],
+                        token_words,
+                        _pick(acc, tile * 4 * BLOCKS, 4 * BLOCKS),
+                        tile % 2 == 1,
+                        BLOCKS,
                     )
-            new_acc = ()
-            for tile in gl.static_range(TILES):
-                new_acc = new_acc + _mma(
-                    _pick(words, (half * TILES + tile) * 4, 4),
-                    scales[tile // 2],
-                    token_words,
-                    _pick(acc, tile * 4 * BLOCKS, 4 * BLOCKS),
-                    tile % 2 == 1,
-                    BLOCKS,
-                )
-                new_words = new_words + load_words(following + (tile * 1024 + half * 512))
-                if BLOCKS == 2 and tile % 2 == 1 and not (half == 1 and tile == TILES - 1):
-                    gl.inline_asm_elementwise(
-                        FENCE, "=r,r", [lane + step], dtype=gl.int32, is_pure=False, pack=1
-                    )
-            acc = new_acc
+                    if portion == portions - 1:
+                        new_words = new_words + load_words(following + (tile * 1024 + half * 512))
+                    if BLOCKS == 2 and tile % 2 == 1 and not (half == 1 and tile == TILES - 1):
+                        gl.inline_asm_elementwise(
+                            FENCE, "=r,r", [lane + step], dtype=gl.int32, is_pure=False, pack=1
+                        )
+                acc = new_acc
         words = new_words
         scales = load_scales(following, lane)
     return words, scales, acc
@@ -207,30 +231,38 @@ def _half_rows(acc, block: gl.constexpr, part: gl.constexpr, BLOCKS: gl.constexp
 
 
 @gluon.jit
-def half_rows(acc, part: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Partial sums [K groups, 8 * BLOCKS tokens, 64]: rows g (part 0: gates) or g + 8 (part 1: ups) of all tiles."""
-    x = _half_rows(acc, 0, part, BLOCKS)
-    if BLOCKS == 2:
-        x = gl.join(x, _half_rows(acc, 1, part, BLOCKS))
+def half_rows(
+    acc,
+    part: gl.constexpr,
+    WARPS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """Partial sums [K groups, 8 * COUNT tokens, 64] of blocks FIRST and on: rows g (part 0: gates) or g + 8 (part 1:
+    ups) of all tiles."""
+    x = _half_rows(acc, FIRST, part, BLOCKS)
+    if COUNT == 2:
+        x = gl.join(x, _half_rows(acc, FIRST + 1, part, BLOCKS))
     groups: gl.constexpr = WARPS // ROW_HALVES
     x = gl.reshape(
-        x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, BLOCKS]
+        x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, COUNT]
     )  # K group, row half, g, t, token, tile, tile, block
     x = gl.permute(x, [0, 7, 3, 4, 1, 6, 5, 2])
-    return gl.reshape(x, [groups, 8 * BLOCKS, ROW_HALVES * 32])
+    return gl.reshape(x, [groups, 8 * COUNT, ROW_HALVES * 32])
 
 
 @gluon.jit
-def all_rows(acc, WARPS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Partial sums [K groups, 8 * BLOCKS tokens, 128]: the rows in their packed order."""
-    x = gl.join(_half_rows(acc, 0, 0, BLOCKS), _half_rows(acc, 0, 1, BLOCKS))
-    if BLOCKS == 2:
-        x = gl.join(x, gl.join(_half_rows(acc, 1, 0, BLOCKS), _half_rows(acc, 1, 1, BLOCKS)))
+def all_rows(acc, WARPS: gl.constexpr, BLOCKS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Partial sums [K groups, 8 * COUNT tokens, 128] of blocks FIRST and on: the rows in their packed order."""
+    x = gl.join(_half_rows(acc, FIRST, 0, BLOCKS), _half_rows(acc, FIRST, 1, BLOCKS))
+    if COUNT == 2:
+        x = gl.join(x, gl.join(_half_rows(acc, FIRST + 1, 0, BLOCKS), _half_rows(acc, FIRST + 1, 1, BLOCKS)))
     groups: gl.constexpr = WARPS // ROW_HALVES
     # K group, row half, g, t, token, tile, tile, part, block
-    x = gl.reshape(x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, 2, BLOCKS])
+    x = gl.reshape(x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, 2, COUNT])
     x = gl.permute(x, [0, 8, 3, 4, 1, 6, 5, 7, 2])
-    return gl.reshape(x, [groups, 8 * BLOCKS, ROW_HALVES * 64])
+    return gl.reshape(x, [groups, 8 * COUNT, ROW_HALVES * 64])
 
 
 @gluon.jit

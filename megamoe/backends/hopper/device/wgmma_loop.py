@@ -1,7 +1,4 @@
-"""The tiled expert GEMM: 16 rows a warp of an expert's weights times BLOCK_N tokens, `wgmma`, persistent.
-
-Eight warps multiply one row group (128 rows), sixteen two: tall tiles, because weights cross from L2 as 4-bit codes
-and tokens as bf16, so that it is the tokens that must be shared.
+"""The tiled expert GEMM: 128 rows of an expert's weights times BLOCK_N tokens, `wgmma`, persistent.
 
 Weights are the register A operand: loaded as MXFP4 fragments (packing.py), decoded to bf16 while the tensor cores
 work on the half chunk before. Tokens come by TMA from the row-major image, whose K is permuted inside each 128 so
@@ -23,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.backends.hopper import fragments, packing
 
+BLOCK_ROWS: gl.constexpr = gl.constexpr(packing.ROW_GROUP)
 CHUNK: gl.constexpr = gl.constexpr(packing.CHUNK)
 UNIT_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_BYTES)
 WORD_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_WORD_BYTES)
@@ -30,7 +28,8 @@ GROUP_BYTES: gl.constexpr = gl.constexpr(2 * packing.UNIT_BYTES)
 """128 rows of one chunk."""
 
 _LOAD4 = fragments.load(4, 0, fragments.STREAM)
-_LOAD_SCALES = fragments.load_half_word(0, fragments.STREAM)
+# The four warps of a unit read the same lines of scales: L1 keeps them.
+_LOAD_SCALES = fragments.load_half_word(0, ".nc")
 _DECODE = fragments.decode_pair(0)
 LOAD4: gl.constexpr = gl.constexpr(_LOAD4[0])
 LOAD4_ARGS: gl.constexpr = gl.constexpr(_LOAD4[1])
@@ -41,8 +40,8 @@ DECODE_ARGS: gl.constexpr = gl.constexpr(_DECODE[1])
 
 
 @gluon.constexpr_function
-def accumulator_layout(warps, block_n):
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_n, 16])
+def accumulator_layout(block_n):
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, block_n, 16])
 
 
 @gluon.jit
@@ -86,35 +85,35 @@ def _decode_pair(word0, word1, scale):
 
 
 @gluon.jit
-def _decode_half(chunk, half: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr):
+def _decode_half(chunk, half: gl.constexpr, layout: gl.constexpr):
     """Half a chunk -> A operand [rows, 64 of K], already in the registers where wgmma wants it."""
     r01 = _decode_pair(chunk[4 * half], chunk[4 * half + 1], chunk[8])
     r23 = _decode_pair(chunk[4 * half + 2], chunk[4 * half + 3], chunk[8])
     low = gl.join(_step_fragment(r01, 0), _step_fragment(r01, 4))
     high = gl.join(_step_fragment(r23, 0), _step_fragment(r23, 4))
-    x = gl.reshape(gl.join(low, high), [WARPS, 8, 4, 2, 2, 2, 2, 2])  # warp, g, t, lo, h, i, j bit 0, j bit 1
-    x = gl.reshape(gl.permute(x, [0, 4, 1, 7, 6, 5, 2, 3]), [16 * WARPS, 64])
+    x = gl.reshape(gl.join(low, high), [8, 8, 4, 2, 2, 2, 2, 2])  # warp, g, t, lo, h, i, j bit 0, j bit 1
+    x = gl.reshape(gl.permute(x, [0, 4, 1, 7, 6, 5, 2, 3]), [BLOCK_ROWS, 64])
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit
-def thread_offsets(WARPS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Byte offsets of a thread's first words and scales: warp w is tile w % 4 of unit w // 4 % 2 of group w // 8."""
-    tid = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+def thread_offsets():
+    """Byte offsets of a thread's words and scales inside a chunk of 128 rows: warp w is tile w % 4 of unit w // 4."""
+    tid = gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [8], [0]))
     warp = tid >> 5
     lane = tid & 31
-    unit = warp // 8 * (CHUNKS * GROUP_BYTES) + warp // 4 % 2 * UNIT_BYTES
+    unit = warp // 4 * UNIT_BYTES
     words = unit + (warp % 4) * 1024 + lane * 16
     scales = unit + WORD_BYTES + lane * 8 + (warp % 4) * 2
     return words.to(gl.int64), scales.to(gl.int64)
 
 
 @gluon.jit
-def tile_origin(units, work, tile, TILES: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
-    """First token row of a tile, and the address of its weights. TILES: of an expert."""
-    entry = work + tile // TILES * 4
-    index = (gl.load(entry) * TILES + tile % TILES).to(gl.int64)
-    return gl.load(entry + 1), units.to(gl.int64) + index * (WARPS // 8 * CHUNKS * GROUP_BYTES)
+def tile_origin(units, work, tile, GROUPS: gl.constexpr, CHUNKS: gl.constexpr):
+    """First token row of a tile, and the address of its weights."""
+    entry = work + tile // GROUPS * 4
+    index = (gl.load(entry) * GROUPS + tile % GROUPS).to(gl.int64)
+    return gl.load(entry + 1), units.to(gl.int64) + index * (CHUNKS * GROUP_BYTES)
 
 
 @gluon.jit
@@ -153,19 +152,18 @@ def multiply(
     chunks, tokens, memory, bars, slot, phase, row, next_row, more,
     words_at, scales_at, next_words_at, next_scales_at,
     CHUNKS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
 ):  # fmt: skip
     """One tile. chunks: its first AHEAD chunks of weights, loaded. slot, phase: ring position of its first stage.
 
     row: first token row; next_row, next_*: where the following tile's tokens and weights begin; more: there is one.
-    Returns (accumulator [16 * WARPS, BLOCK_N] fp32, chunks, slot, phase); the next tile's first loads are under way.
+    Returns (accumulator [128, BLOCK_N] fp32, chunks, slot, phase); the following tile's first loads are under way.
     """
-    layout: gl.constexpr = accumulator_layout(WARPS, BLOCK_N)
+    layout: gl.constexpr = accumulator_layout(BLOCK_N)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     per_stage: gl.constexpr = tokens.block_shape[1] // CHUNK
     num_stages: gl.constexpr = CHUNKS // per_stage
-    acc = gl.full([16 * WARPS, BLOCK_N], 0.0, gl.float32, layout=layout)
-    even = _decode_half(chunks[0], 0, operand, WARPS)
+    acc = gl.full([BLOCK_ROWS, BLOCK_N], 0.0, gl.float32, layout=layout)
+    even = _decode_half(chunks[0], 0, operand)
     for base in range(0, CHUNKS, AHEAD):
         reloaded = ()
         for i in gl.static_range(AHEAD):
@@ -191,7 +189,7 @@ def multiply(
                     column,
                     (beyond == 0) | more,
                 )
-            odd = _decode_half(chunks[i], 1, operand, WARPS)
+            odd = _decode_half(chunks[i], 1, operand)
             acc = warpgroup_mma(
                 odd, stage.slice(i % per_stage * CHUNK + 64, 64, 1).permute((1, 0)), acc, is_async=True
             )
@@ -206,9 +204,9 @@ def multiply(
                 ),
             )
             if i + 1 < AHEAD:
-                even = _decode_half(chunks[i + 1], 0, operand, WARPS)
+                even = _decode_half(chunks[i + 1], 0, operand)
             else:
-                even = _decode_half(reloaded[0], 0, operand, WARPS)
+                even = _decode_half(reloaded[0], 0, operand)
             if (i + 1) % per_stage == 0:
                 slot = slot + 1
                 phase = gl.where(slot == STAGES, phase ^ 1, phase)

@@ -1,0 +1,116 @@
+"""Control block, staging and private tables: sizes and words, on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from megamoe import Deployment, MoeBatch, MoeShape, Path, RowFormat, SubStep, plan_bundle
+from megamoe.backends import Launch
+from megamoe.backends.hopper import record
+from megamoe.backends.hopper.buffers import RankBuffers, allocate_heap, control_words, result_bytes
+from megamoe.backends.hopper.record import Word
+from megamoe.backends.hopper.staging import Staging
+from megamoe.layout import FlagKind, plan_layout
+
+SHAPE = MoeShape(hidden=96, intermediate=64, num_experts=16, num_topk=4, num_layers=3)
+CPU = torch.device("cpu")
+
+
+def layout_of(capacity: int = 16):
+    bundle = plan_bundle(Deployment(shape=SHAPE, backend="hopper", max_tokens_per_rank=capacity))
+    return plan_layout(bundle)
+
+
+def launch_of(slot_idx: int, buffer_idx: int, *, refused: bool = False) -> Launch:
+    sub_step = SubStep(
+        sub_step_idx=0,
+        start_row=0,
+        stop_row=5,
+        path=Path.COMPACT,
+        runtime_capacity=16,
+        num_rows_per_rank=(5, 0, 1, 2, 3, 4, 5, 0),
+    )
+    return Launch(
+        slot_idx=slot_idx,
+        epoch=0xFFFFFFFE,
+        buffer_idx=buffer_idx,
+        sub_step=sub_step,
+        closing=False,
+        refused=refused,
+        deadline_s=0.0,
+    )
+
+
+def test_control_block_names_the_launch() -> None:
+    layout = layout_of()
+    batch = MoeBatch.empty(SHAPE)
+    out = torch.empty((0, SHAPE.hidden), dtype=torch.bfloat16)
+    for buffer_idx in (0, 1):
+        words = control_words(layout, launch_of(2, buffer_idx), batch, out, 123)
+        assert len(words) == record.NUM_WORDS
+        assert words[Word.EPOCH] == 0xFFFFFFFE
+        assert words[Word.TIMEOUT_NS] == 123
+        assert words[Word.FLAGS_OFFSET] == layout.flag_offset(2, buffer_idx, FlagKind.COUNTS, 0)
+        assert words[Word.ROWS_OFFSET] == layout.region(f"payload_rows{buffer_idx}").offset
+        assert words[Word.ROWS_PER_RANK : Word.ROWS_PER_RANK + 8] == [5, 0, 1, 2, 3, 4, 5, 0]
+        assert not any(words[record.FIRST_STATUS :])
+
+
+def test_a_refused_call_carries_the_error_bit() -> None:
+    batch = MoeBatch.empty(SHAPE)
+    out = torch.empty((0, SHAPE.hidden), dtype=torch.bfloat16)
+    words = control_words(layout_of(), launch_of(0, 0, refused=True), batch, out, 1)
+    assert words[Word.INFO] == record.INFO_ERROR
+    assert words[Word.NUM_ROWS] == 0
+
+
+def test_status_words_follow_the_request() -> None:
+    assert all(word < record.FIRST_STATUS for word in Word if word.name == "ROWS_PER_RANK" or word < 16)
+    assert Word.ROWS_PER_RANK + record.MAX_RANKS <= record.FIRST_STATUS
+    assert max(Word) < record.NUM_WORDS
+
+
+def test_flags_of_a_slot_lie_a_line_apart() -> None:
+    """Kernels reach the flags of a kind by its number of cache lines from the first."""
+    layout = layout_of()
+    first = layout.flag_offset(1, 1, FlagKind.COUNTS, 0)
+    assert [layout.flag_offset(1, 1, kind, 0) - first for kind in FlagKind] == [
+        64 * line for line in range(len(FlagKind))
+    ]
+
+
+def test_private_tables_are_what_the_plan_says() -> None:
+    layout = layout_of()
+    heap = allocate_heap(layout, CPU)
+    assert heap.numel() == layout.num_bytes
+    buffers = RankBuffers(layout, rank=0, heap_addresses=[heap.data_ptr()] * 8, device=CPU)
+    held = (buffers.image, buffers.middle, buffers.row_slot, buffers.row_address, buffers.row_weight)
+    tables = (*held, buffers.block_info, buffers.work, buffers.token_index)
+    assert sum(table.numel() * table.itemsize for table in tables) == buffers.num_bytes
+
+
+def test_result_bytes() -> None:
+    assert result_bytes(SHAPE, RowFormat.BF16) == 192
+    assert result_bytes(SHAPE, RowFormat.FP8) == 99
+
+
+def test_staging_gives_back_what_it_took() -> None:
+    """On the CPU every tensor counts as a host tensor of its own kind: copies must be exact and of the right rows."""
+    staging = Staging(SHAPE, 16, CPU)
+    generator = torch.Generator().manual_seed(0)
+    batch = MoeBatch.of(
+        SHAPE,
+        torch.randn(5, SHAPE.hidden, generator=generator).bfloat16(),
+        torch.randint(-1, 16, (5, 4), generator=generator).int(),
+        torch.rand(5, 4, generator=generator),
+    )
+    taken = staging.to_device(batch)
+    assert torch.equal(taken.hidden_states, batch.hidden_states)
+    assert torch.equal(taken.topk_ids, batch.topk_ids)
+    assert torch.equal(taken.topk_weights, batch.topk_weights)
+    assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
+    out = torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
+    staging.out_dev(out).copy_(batch.hidden_states)
+    staging.queue_out(out)
+    staging.take_out(out)
+    assert torch.equal(out, batch.hidden_states)
