@@ -1,5 +1,7 @@
 """`loadgen --scenario agentx`: one run against a service, live progress, final tables, a report on disk.
 
+Without a command loadgen runs a scenario; the commands beside it (`loadgen synth` ...) are added by `cli_*`.
+
 Exit status: 0 all requests succeeded; 1 some failed, the run was aborted, or the service counted other steps than
 were made; 2 the run was refused before it began; 130 cancelled with Ctrl-C (the report is written all the same).
 """
@@ -64,8 +66,12 @@ class Options:
         return RunProfile(scenario=scenario, tier=replace(base.tier, seed=scenario.seed, **changes))
 
 
-@app.command(help="Drive a MoE service with simulated agent sessions and report what they saw.")
+@app.callback(
+    invoke_without_command=True,
+    help="Drive a MoE service with simulated agent sessions and report what they saw.",
+)
 def main(
+    context: typer.Context,
     scenario: Annotated[str, typer.Option(help=f"what to run: {SCENARIO}")] = SCENARIO,
     target: Annotated[str, typer.Option(help="host:port of the service's front")] = "127.0.0.1:50051",
     out: Annotated[Path, typer.Option(help="folder of the report")] = Path("out/agentx"),
@@ -115,6 +121,8 @@ def main(
     wait_ready: Annotated[float, typer.Option(help="seconds to wait until the service is ready")] = 60.0,
     plain: Annotated[bool, typer.Option("--plain", help="progress as lines, also on a terminal")] = False,
 ) -> None:
+    if context.invoked_subcommand is not None:
+        return
     console = Console()
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
