@@ -7,48 +7,24 @@ MoE layer is a real call to the service, and the tokens of the step exist when i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loadgen.attention_tier import AttentionTier, TierConfig, TierRequest, TierStep, Work
+from loadgen.attention_tier import AttentionTier, TierConfig, TierRequest, TierStep
 from loadgen.attention_time import AttentionTime
 from loadgen.clock import Clock
 from loadgen.lanes import Lane, Lanes
-from loadgen.moe_tier import MoeTier, TierInfo
+from loadgen.moe_tier import MoeTier
 from loadgen.prefix_cache import PrefixCache
-from loadgen.records import RequestRecord, RunPhase, RunRecord, Status, StepRecord
-from loadgen.rows import RowSource
+from loadgen.records import RequestRecord, RunPhase, RunRecord, Status
 from loadgen.scenario import ScenarioConfig
 from loadgen.session import Turn
+from loadgen.step_runner import StepRunner, fit_tier, row_source
 from loadgen.trace import TraceSource
-from megamoe.errors import ConfigError, InvalidArgumentError, MegaMoeError, must_be
+from megamoe.errors import InvalidArgumentError, MegaMoeError
 
-log = logging.getLogger("loadgen")
-
-PHASE_OF_WORK = {Work.EXTEND: "prefill", Work.VERIFY: "decode", Work.IDLE: "idle"}
 CANCEL_POLL_S = 0.2
 """How long an idle driver sleeps at most before it looks at its cancel flag."""
-RETRY_PAUSE_S = 0.1
-"""Pause before a failed step is tried again, longer with every try: an overloaded service asks for one."""
-MIN_SLEEP_S = 1e-3
-"""Attention time is owed until it is worth a sleep: timers are not finer than this."""
-
-
-def fit_tier(config: TierConfig, info: TierInfo) -> TierConfig:
-    """The tier's limits lowered to what the service takes in one step. Raises ConfigError if one request is too big."""
-    rows_per_request = config.speculation.rows_per_request
-    if info.max_step_rows < rows_per_request:
-        raise ConfigError(
-            must_be(
-                "rows of a decode request (num_drafts + 1)", f"at most {info.max_step_rows}", rows_per_request
-            )
-        )
-    return replace(
-        config,
-        chunk_rows=min(config.chunk_rows, info.max_step_rows),
-        max_running=min(config.max_running, info.max_step_rows // rows_per_request),
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -83,15 +59,19 @@ class Replay:
         self.tier_config = fit_tier(tier_config, moe.info)
         self.record = RunRecord(run_start_s=clock.now())
         self.phase = RunPhase.WARMUP
-        self._moe = moe
         self._traces = traces
         self._clock = clock
-        self._attention = attention or AttentionTime()
         self._tier = AttentionTier(moe.info.num_ranks, self.tier_config)
-        rows_per_request = tier_config.speculation.rows_per_request
-        max_rows = max(self.tier_config.chunk_rows, self.tier_config.max_running * rows_per_request)
-        self._rows = RowSource(
-            moe.info.shape, moe.info.num_layers, max_rows, seed=config.seed, distribution=distribution
+        self._runner = StepRunner(
+            moe,
+            self._tier,
+            row_source(self.tier_config, moe.info, config.seed, distribution),
+            clock,
+            self.record,
+            attention or AttentionTime(),
+            time_scale=config.time_scale,
+            token_scale=config.token_scale,
+            step_retries=config.step_retries,
         )
         self._lanes: Lanes | None = None
         self._active: dict[str, _Active] = {}
@@ -100,7 +80,6 @@ class Replay:
         self._sending = True
         self._idle_since = clock.now()
         self._next_send_s = 0.0
-        self._owed_s = 0.0
         self._began_s = 0.0
         self._step_idx = 0
         self._num_failed = 0
@@ -262,83 +241,21 @@ class Replay:
     # ------------------------------------------------------------ steps
 
     async def _run_step(self, lanes: Lanes, step: TierStep) -> None:
-        record, clock = self.record, self._clock
-        for attempt in range(1 + self.config.step_retries):
-            try:
-                executed = await self._execute(step)
-                break
-            except MegaMoeError as error:
-                sentence = f"{error.code}: {error}"
-                record.errors[sentence] = record.errors.get(sentence, 0) + 1
-                log.warning("step %d failed (try %d): %s", self._step_idx, attempt + 1, sentence)
-                if attempt == self.config.step_retries or self._stop:
-                    self._fail(lanes, step, sentence)
-                    return
-                record.num_retried_steps += 1
-                await clock.sleep_until(clock.now() + RETRY_PAUSE_S * (attempt + 1))
-        now = clock.now()
+        try:
+            executed = await self._runner.run(
+                step, self._step_idx, self.phase, self._began_s, lambda: self._stop
+            )
+        except MegaMoeError as error:
+            self._fail(lanes, step, f"{error.code}: {error}")
+            return
+        now = self._clock.now()
         complete, num_tokens = self._tier.finish_step(step, now)
-        record.steps.append(replace(executed, end_s=now, num_tokens=num_tokens, num_completed=len(complete)))
+        self.record.steps.append(
+            replace(executed, end_s=now, num_tokens=num_tokens, num_completed=len(complete))
+        )
         self._step_idx += 1
         for request in complete:
             self._finish(lanes, request, Status.COMPLETED)
-
-    async def _execute(self, step: TierStep) -> StepRecord:
-        """Attention and all MoE layers of one step. Raises MegaMoeError when the service refuses or fails."""
-        clock, record = self._clock, self.record
-        rows = step.num_rows_per_rank
-        num_layers = self._moe.info.num_layers
-        attention_s = self._tier.attention_s(step, self._attention, self.config.token_scale)
-        per_layer_s = attention_s * self.config.time_scale / num_layers
-        asked_s = clock.now()
-        waited_s = moe_s = 0.0
-        paths: tuple[str, ...] = ()
-        phases = [PHASE_OF_WORK[rank.work] for rank in step.ranks]
-        async with self._moe.step(num_rows_per_rank=rows, phase=phases) as moe_step:
-            agree_s = clock.now() - asked_s
-            for layer_idx in range(num_layers):
-                waited_s += await self._attend(per_layer_s)
-                batches = self._rows.batches(self._step_idx, layer_idx, rows)
-                called_s = clock.now()
-                try:
-                    outcome = await moe_step.layer(layer_idx, batches)
-                    if outcome.num_rows_per_rank != rows:
-                        raise InvalidArgumentError(
-                            must_be("rows of a reply, by rank", list(rows), list(outcome.num_rows_per_rank))
-                        )
-                except MegaMoeError:
-                    record.num_calls_failed += 1
-                    raise
-                took_s = clock.now() - called_s
-                moe_s += took_s
-                record.add_call(self.phase, took_s, outcome.sub_steps)
-                paths = tuple(piece.path for piece in outcome.sub_steps)
-        return StepRecord(
-            step_idx=self._step_idx,
-            run_phase=self.phase,
-            phase=step.phase,
-            start_s=self._began_s,
-            end_s=clock.now(),
-            attention_s=waited_s,
-            agree_s=agree_s,
-            moe_s=moe_s,
-            num_rows_per_rank=rows,
-            num_requests=len(step.requests()),
-            num_tokens=0,
-            num_completed=0,
-            paths=paths,
-        )
-
-    async def _attend(self, seconds: float) -> float:
-        """Let attention time pass; returns what did. Small amounts are owed until they are worth a sleep."""
-        self._owed_s += seconds
-        if self._owed_s < MIN_SLEEP_S:
-            return 0.0
-        before = self._clock.now()
-        await self._clock.sleep_until(before + self._owed_s)
-        waited = self._clock.now() - before
-        self._owed_s -= waited
-        return waited
 
     def _fail(self, lanes: Lanes, step: TierStep, sentence: str) -> None:
         """Every request of a step that failed for good has failed; too many of them end the run."""

@@ -15,10 +15,11 @@ from loadgen.attention_time import AttentionTime
 from loadgen.clock import VirtualClock
 from loadgen.profiles import PROFILES
 from loadgen.records import RunPhase, RunRecord, Status
-from loadgen.replay import RETRY_PAUSE_S, Replay
+from loadgen.replay import Replay
 from loadgen.report import build_report, slice_rows, write_report
 from loadgen.scenario import ScenarioConfig
 from loadgen.speculation import Speculation
+from loadgen.step_runner import RETRY_PAUSE_S
 from loadgen.synth import SyntheticTraces
 from loadgen.trace import TraceSource
 from megamoe.errors import ConfigError, MegaMoeError, PeerTimeoutError
