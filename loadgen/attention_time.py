@@ -1,28 +1,29 @@
 """How long attention and everything else outside the expert layers takes in one step: a model, not a measurement.
 
-A step lasts as long as its slowest rank. The constants are starting values that put a step of the published shape
-(12 requests a rank at 114k tokens of context, 7 rows each) near the published 74 ms of pure verify plus scheduling;
-they are not fitted to a machine.
+A step lasts as long as its slowest rank. `calibrate` says where the constants come from.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+
+from megamoe.errors import ConfigError, must_be
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """Seconds of attention on one rank, in recorded time and at full context lengths.
+    """Seconds outside the expert layers on one rank, in recorded time and at full context lengths.
 
     prefill of r rows at mean context c: base + r (per_row + c per_row_context).
     decode of r rows over a total context of t tokens: base + t per_context + r per_decode_row.
     """
 
-    base_s: float = 0.040
-    prefill_row_s: float = 8e-6
-    prefill_row_context_s: float = 3e-11
-    decode_context_s: float = 25e-9
-    decode_row_s: float = 40e-6
+    base_s: float = 0.020
+    prefill_row_s: float = 40e-6
+    prefill_row_context_s: float = 1e-10
+    decode_context_s: float = 2e-9
+    decode_row_s: float = 240e-6
 
     def prefill_s(self, num_rows: float, mean_context: float) -> float:
         if num_rows == 0:
@@ -33,3 +34,28 @@ class AttentionTime:
         if num_rows == 0:
             return 0.0
         return self.base_s + total_context * self.decode_context_s + num_rows * self.decode_row_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Now and then a rank is late: with probability `share` its attention takes `slowdown` times as long.
+
+    Which rank in which step depends only on the seed. Raises ConfigError naming the field.
+    """
+
+    share: float = 0.0
+    slowdown: float = 2.0
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ConfigError(must_be("share of stragglers", "from 0 to 1", self.share))
+        if self.slowdown < 1.0:
+            raise ConfigError(must_be("slowdown of stragglers", "at least 1", self.slowdown))
+
+    def factor(self, step_idx: int, rank: int) -> float:
+        """What a rank's attention time is multiplied with in a step."""
+        if not self.share:
+            return 1.0
+        digest = hashlib.sha256(f"{self.seed}:straggler:{step_idx}:{rank}".encode()).digest()
+        return self.slowdown if int.from_bytes(digest[:8], "big") < self.share * 2**64 else 1.0

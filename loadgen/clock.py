@@ -32,17 +32,25 @@ class RealClock:
             await asyncio.sleep(delay)
 
 
+YIELD_EVERY_S = 0.05
+"""Wall seconds after which a jump on a virtual clock lets other tasks (display, signals) run."""
+
+
 class VirtualClock:
     """Time that passes by waiting: sleep_until jumps. Never goes backwards."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
+        self._yielded = time.monotonic()
 
     def now(self) -> float:
         return self._now
 
     async def sleep_until(self, deadline: float) -> None:
         self._now = max(self._now, deadline)
+        if time.monotonic() - self._yielded > YIELD_EVERY_S:
+            await asyncio.sleep(0)
+            self._yielded = time.monotonic()
 
     def advance(self, seconds: float) -> None:
         """Let `seconds` pass, for whoever simulates work without awaiting."""

@@ -18,7 +18,8 @@ class RunProfile:
 
 
 PROFILES: dict[str, RunProfile] = {
-    "full": RunProfile(),
+    # V4-Pro drafts with one more layer, experts included.
+    "full": RunProfile(tier=TierConfig(draft_moe_layers=1)),
     # For the service's demo profile on 2 cores: steps of a few to 512 rows a rank, so that every path serves.
     "demo": RunProfile(
         scenario=ScenarioConfig(

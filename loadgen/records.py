@@ -88,13 +88,14 @@ class PathTimes:
     def num_steps(self) -> int:
         return len(self.client)
 
-    def add(self, client_s: float, piece: SubStepSeen) -> None:
-        self.client.append(client_s)
-        self.service.append(piece.total_us * 1e-6)
+    def add(self, client_s: float, piece: SubStepSeen, times: int = 1) -> None:
+        """Note a piece that was executed `times` times, each time alike."""
+        self.client.extend((client_s,) * times)
+        self.service.extend((piece.total_us * 1e-6,) * times)
         for rank, total_us in piece.total_us_per_rank.items():
-            self.by_rank.setdefault(rank, array("d")).append(total_us * 1e-6)
+            self.by_rank.setdefault(rank, array("d")).extend((total_us * 1e-6,) * times)
         for stage, took_us in piece.stages_us.items():
-            self.stages.setdefault(stage, array("d")).append(took_us * 1e-6)
+            self.stages.setdefault(stage, array("d")).extend((took_us * 1e-6,) * times)
 
     def extend(self, other: PathTimes) -> None:
         self.client.extend(other.client)
@@ -110,6 +111,7 @@ class StepRecord:
     """One executed step, from agreement to its last layer.
 
     agree_s + moe_s (all layer calls) + attention_s (waited) + overhead_s (the generator's own) = end_s - start_s.
+    Where micro-batches overlap, time counts once: as agreement, else as MoE time, else as attention.
     paths: those of the sub-steps of one layer, in order; empty when nothing was executed.
     """
 
@@ -158,13 +160,15 @@ class RunRecord:
     cancelled: bool = False
     aborted: str = ""
 
-    def add_call(self, phase: RunPhase, round_trip_s: float, pieces: tuple[SubStepSeen, ...]) -> None:
-        """Note one successful layer call."""
-        self.num_calls += 1
+    def add_call(
+        self, phase: RunPhase, round_trip_s: float, pieces: tuple[SubStepSeen, ...], times: int = 1
+    ) -> None:
+        """Note a successful layer call, or `times` calls that were all alike."""
+        self.num_calls += times
         total_us = sum(piece.total_us for piece in pieces)
         for piece in pieces:
             share = piece.total_us / total_us if total_us > 0 else 1 / len(pieces)
-            self.times.setdefault((phase, piece.path), PathTimes()).add(round_trip_s * share, piece)
+            self.times.setdefault((phase, piece.path), PathTimes()).add(round_trip_s * share, piece, times)
 
     def path_times(self, path: str, *phases: RunPhase) -> PathTimes:
         """The times of a path over the given phases (default: the whole run)."""

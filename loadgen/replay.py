@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loadgen.attention_tier import AttentionTier, TierConfig, TierRequest, TierStep
+from loadgen.attention_tier import AttentionTier, TierConfig
 from loadgen.attention_time import AttentionTime
 from loadgen.clock import Clock
 from loadgen.lanes import Lane, Lanes
+from loadgen.moe_table import TableTier
 from loadgen.moe_tier import MoeTier
 from loadgen.prefix_cache import PrefixCache
 from loadgen.records import RequestRecord, RunPhase, RunRecord, Status
 from loadgen.scenario import ScenarioConfig
 from loadgen.session import Turn
 from loadgen.step_runner import StepRunner, fit_tier, row_source
+from loadgen.tier_step import TierRequest, TierStep
 from loadgen.trace import TraceSource
 from megamoe.errors import InvalidArgumentError, MegaMoeError
 
@@ -46,7 +48,7 @@ class Replay:
 
     def __init__(
         self,
-        moe: MoeTier,
+        moe: MoeTier | TableTier,
         traces: TraceSource,
         config: ScenarioConfig,
         tier_config: TierConfig,
@@ -54,6 +56,7 @@ class Replay:
         *,
         attention: AttentionTime | None = None,
         distribution: str = "uniform",
+        num_micro_batches: int = 1,
     ) -> None:
         self.config = config
         self.tier_config = fit_tier(tier_config, moe.info)
@@ -62,16 +65,20 @@ class Replay:
         self._traces = traces
         self._clock = clock
         self._tier = AttentionTier(moe.info.num_ranks, self.tier_config)
+        rows = None
+        if not isinstance(moe, TableTier):
+            rows = row_source(self.tier_config, moe.info, config.seed, distribution)
         self._runner = StepRunner(
             moe,
             self._tier,
-            row_source(self.tier_config, moe.info, config.seed, distribution),
+            rows,
             clock,
             self.record,
             attention or AttentionTime(),
             time_scale=config.time_scale,
             token_scale=config.token_scale,
             step_retries=config.step_retries,
+            num_micro_batches=num_micro_batches,
         )
         self._lanes: Lanes | None = None
         self._active: dict[str, _Active] = {}
@@ -235,7 +242,7 @@ class Replay:
             return
         drained = lanes.complete(active.lane, active.turn.stream_idx, now, refill=self._sending)
         if drained and self.config.cache_bust:
-            self._tier.drop_cache(drained)
+            self._tier.drop_session(drained)
             self._theoretical.drop(drained)
 
     # ------------------------------------------------------------ steps

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.attention_tier import AttentionTier, TierConfig, TierRequest, TierStep, Work
+from loadgen.attention_tier import AttentionTier, TierConfig
 from loadgen.attention_time import AttentionTime
 from loadgen.router import Router, RouterConfig
 from loadgen.speculation import Speculation
+from loadgen.tier_step import TierRequest, TierStep, Work
 from megamoe.errors import ConfigError, InvalidArgumentError
 
 

@@ -1,0 +1,190 @@
+"""A MoE tier whose answers come from a table of latencies: no service, no rows, only time.
+
+The path of every step is chosen by the same rule that the service applies (`choose_path` on the deployment named in
+the table); its time is interpolated linearly in the agreed maximum of rows between the table's entries, and held
+constant below the first. Nothing here is measured: a report made with it says "simulated" and lists the entries that
+stand in for something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadgen.moe_tier import SubStepSeen, TierInfo
+from megamoe import (
+    Deployment,
+    PathPolicy,
+    Phase,
+    PlanId,
+    StepPlan,
+    choose_path,
+    plan_bundle,
+    preset,
+)
+from megamoe import Path as MoePath
+from megamoe.errors import ConfigError, must_be
+
+SCHEMA = "megamoe.loadgen.moe_time/1"
+TABLES = Path(__file__).parent / "tables"
+NOBODY = -1
+"""Rank under which a table's latency is noted: it is the slowest rank's, whoever that is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathLatency:
+    """Latency of one runtime of one path by agreed maximum of rows, ascending. proxy_rows: entries that were measured
+    on something else, as `proxy` says."""
+
+    path: MoePath
+    capacity: int
+    rows: tuple[int, ...]
+    latency_us: tuple[float, ...]
+    proxy: str = ""
+    proxy_rows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        name = f"{self.path} {self.capacity}"
+        if not self.rows or len(self.rows) != len(self.latency_us):
+            raise ConfigError(
+                must_be(f"latency_us of {name}", f"{len(self.rows)} numbers", len(self.latency_us))
+            )
+        if list(self.rows) != sorted(set(self.rows)) or self.rows[0] < 1 or min(self.latency_us) <= 0:
+            raise ConfigError(
+                must_be(f"rows of {name}", "ascending from 1, with latencies above 0", self.rows)
+            )
+        if self.rows[-1] != self.capacity:
+            raise ConfigError(must_be(f"last rows of {name}", f"its capacity {self.capacity}", self.rows[-1]))
+        if not set(self.proxy_rows) <= set(self.rows):
+            raise ConfigError(must_be(f"proxy_rows of {name}", f"among {list(self.rows)}", self.proxy_rows))
+
+    def at(self, num_rows: int) -> float:
+        return float(np.interp(num_rows, self.rows, self.latency_us))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeTimeTable:
+    """A table file as values. deployment: whose runtimes and rule the steps follow."""
+
+    name: str
+    source: str
+    deployment: Deployment
+    paths: tuple[PathLatency, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> MoeTimeTable:
+        """Raises ConfigError naming the file and the field."""
+        try:
+            return cls.parse(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"moe_time {path}: {type(error).__name__}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"moe_time {path}: {error}") from error
+
+    @classmethod
+    def parse(cls, fields: dict[str, Any]) -> MoeTimeTable:
+        if fields["schema"] != SCHEMA:
+            raise ConfigError(must_be("schema", repr(SCHEMA), repr(fields["schema"])))
+        chosen: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields["deployment"].items()
+        }
+        deployment = Deployment(**{**chosen, "shape": preset(chosen["shape"])})
+        paths = tuple(
+            PathLatency(
+                path=MoePath(entry["path"]),
+                capacity=entry["capacity"],
+                rows=tuple(entry["rows"]),
+                latency_us=tuple(entry["latency_us"]),
+                proxy=entry.get("proxy", ""),
+                proxy_rows=tuple(entry.get("proxy_rows", ())),
+            )
+            for entry in fields["paths"]
+        )
+        return cls(name=fields["name"], source=fields["source"], deployment=deployment, paths=paths)
+
+    @property
+    def proxies(self) -> list[dict[str, Any]]:
+        """Entries that stand in for what nobody measured, for the report."""
+        return [
+            {
+                "path": str(entry.path),
+                "capacity": entry.capacity,
+                "rows": list(entry.proxy_rows),
+                "why": entry.proxy,
+            }
+            for entry in self.paths
+            if entry.proxy_rows
+        ]
+
+
+@dataclass
+class TableTier:
+    """The simulated service. enabled: paths that may serve besides compact, as an operator would switch them.
+
+    Raises ConfigError when a runtime that the deployment builds and `enabled` admits has no latencies.
+    """
+
+    table: MoeTimeTable
+    enabled: frozenset[MoePath]
+    info: TierInfo = field(init=False)
+
+    def __post_init__(self) -> None:
+        deployment = self.table.deployment
+        self._bundle = plan_bundle(deployment)
+        self._policy = PathPolicy(
+            small_m_enabled=MoePath.SMALL_M in self.enabled,
+            fixed_slot_enabled=MoePath.FIXED_SLOT in self.enabled,
+            large_m_enabled=MoePath.LARGE_M in self.enabled,
+            large_m_min_tokens=deployment.large_m_min_tokens,
+        )
+        self._latency = {(entry.path, entry.capacity): entry for entry in self.table.paths}
+        self._seen: dict[tuple[int, bool], tuple[SubStepSeen, ...]] = {}
+        for spec in self._bundle.runtimes:
+            if self._policy.allows(spec.path) and (spec.path, spec.capacity) not in self._latency:
+                raise ConfigError(f"moe_time must have latencies of {spec.path} {spec.capacity}, got none")
+        self.info = TierInfo(
+            shape=deployment.shape,
+            model_name=deployment.shape.name,
+            profile=self.table.name,
+            backend=deployment.backend,
+            generation=0,
+            max_tokens_per_rank=deployment.max_tokens_per_rank,
+            max_step_rows=deployment.step_rows_limit,
+        )
+
+    def layer(self, num_rows_per_rank: Sequence[int], *, prefill: bool) -> tuple[SubStepSeen, ...]:
+        """The pieces of one layer call, and how long each takes."""
+        key = (max(num_rows_per_rank), prefill)
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = self._choose(tuple(num_rows_per_rank), prefill)
+        return seen
+
+    def _choose(self, num_rows_per_rank: tuple[int, ...], prefill: bool) -> tuple[SubStepSeen, ...]:
+        plan = StepPlan(
+            plan_id=PlanId(0, 0),
+            num_rows_per_rank=num_rows_per_rank,
+            phase=Phase.PREFILL if prefill else Phase.DECODE,
+            dtype="bfloat16",
+            weights_version=0,
+            placement_version=0,
+            policy_version=0,
+        )
+        return tuple(
+            SubStepSeen(
+                path=str(piece.path),
+                runtime_capacity=piece.runtime_capacity,
+                max_rows=piece.max_rows,
+                total_us_per_rank={
+                    NOBODY: self._latency[piece.path, piece.runtime_capacity].at(piece.max_rows)
+                },
+                stages_us={},
+            )
+            for piece in choose_path(plan, self._bundle, self._policy)
+        )
