@@ -109,3 +109,17 @@ def test_stream_entries_hold_an_expert_in_at_most_two(count: int) -> None:
     assert all(0 < rows <= plan.WIDEST_ROWS for rows in entries)
     assert len(entries) <= 2
     assert len(entries) < 2 or entries[0] == plan.BLOCK_ROWS
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_devices", "devices"),
+    [
+        (8, 1, (0,) * 8),
+        (8, 2, (0, 0, 0, 0, 1, 1, 1, 1)),
+        (2, 2, (0, 1)),
+        (8, 8, tuple(range(8))),
+        (2, 8, (0, 1)),
+    ],
+)
+def test_ranks_are_spread_over_devices(num_ranks: int, num_devices: int, devices: tuple[int, ...]) -> None:
+    assert plan.devices_of_ranks(num_ranks, num_devices) == devices

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
+def separate_queues() -> None:
+    """Ask for more hardware queues than ranks; to be called before CUDA starts in this process.
+
+    Streams of ranks on one GPU must never share a queue: a kernel that waits would hold up the one that it waits
+    for. The driver's default is 8.
+    """
+    os.environ.setdefault(_CONNECTIONS, "32")
+
+
 def open_backend(
     bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
 ) -> HopperBackend:
@@ -30,14 +39,11 @@ def open_backend(
     Raises ConfigError (no Triton, no Hopper GPU, settings that this backend does not serve), HeapError,
     PeerTimeoutError.
     """
-    # Streams of ranks on one GPU must never share a hardware queue: a kernel that waits would hold up the one that
-    # it waits for. Read by the driver when CUDA starts; 8 queues are its default.
-    os.environ.setdefault(_CONNECTIONS, "32")
+    separate_queues()
     try:
         from megamoe.backends.hopper.backend import HopperBackend
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"backend hopper needs the package {error.name}: install megamoe[hopper] (got: not installed)"
         ) from error
-
     return HopperBackend(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)

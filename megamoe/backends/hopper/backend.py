@@ -1,14 +1,15 @@
-"""HopperBackend: one rank on an NVIDIA H100/H200. A sub-step is a fixed sequence of kernels on the rank's own stream.
+"""HopperBackend: one rank on an NVIDIA H100/H200, in one process with all others.
 
-Nothing synchronises with the host between `begin` and `finish`: row counts, work lists and failures live on the
-device. `finish` waits for the stream and reads the control block back.
+A sub-step is a fixed sequence of kernels on the rank's own stream. Nothing synchronises with the host between `begin`
+and `finish`: row counts, work lists and failures live on the device. `finish` waits for the stream and reads the
+control block back.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from megamoe.backends.hopper.buffers import (
 from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
-from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
+from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms
 from megamoe.backends.hopper.record import Word
 from megamoe.backends.hopper.staging import Staging
 from megamoe.batch import Counters, MoeBatch, StageTimes, SubStepReport
@@ -81,6 +82,18 @@ def check_served(deployment: Deployment) -> None:
             raise ConfigError(must_be(name, need, value))
 
 
+def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Let kernels on `device` store into the heaps of other GPUs. Raises ConfigError where there is no peer access."""
+    for heap in heaps:
+        if heap.device == device:
+            continue
+        if not torch.cuda.can_device_access_peer(device, heap.device):
+            raise ConfigError(must_be(f"peer access from {device} to {heap.device}", "possible", "none"))
+        # torch switches peer access on at the first copy between two devices.
+        torch.empty(1, dtype=torch.uint8, device=device).copy_(heap[:1])
+    torch.cuda.synchronize(device)
+
+
 def gemm_plan(bundle: Bundle, max_rows: int) -> GemmPlan:
     """The GEMMs of a sub-step with an agreed maximum of rows a rank."""
     deployment = bundle.deployment
@@ -107,7 +120,8 @@ class HopperBackend:
     ) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        devices = devices_of_ranks(bundle.shape.num_ranks, torch.cuda.device_count())
+        self.device = torch.device("cuda", devices[rank])
         properties = torch.cuda.get_device_properties(self.device)
         if properties.major != 9:
             raise ConfigError(
@@ -122,9 +136,9 @@ class HopperBackend:
             layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
         )
         self._staging = Staging(bundle.shape, layout.capacity, self.device)
-        device = Device(properties.multi_processor_count, num_virtual_ranks=layout.num_ranks)
+        device = Device(properties.multi_processor_count, devices.count(devices[rank]))
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
-        with _warming:
+        with _warming, torch.cuda.device(self.device):
             self.kernels.warm_up(gemm_plans(bundle), {path: bundle.capacities(path) for path in STAGES})
         self._group = groups.join(
             group_name,
@@ -134,6 +148,7 @@ class HopperBackend:
             heap=self._heap,
             timeout_s=timeout_s,
         )
+        reach_peers(self._group.heaps.values(), self.device)
         self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
         self.stream = torch.cuda.Stream(self.device)
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots

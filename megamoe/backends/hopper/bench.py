@@ -1,9 +1,9 @@
-"""Timing on one GPU: the expert GEMMs alone, and the whole layer of one rank with the rows that EP8 would send it.
+"""Timing: the expert GEMMs alone, and the whole layer over all ranks of a group in this process.
 
-`python -m megamoe.backends.hopper.bench` prints one line a size with the floor and the fraction of it that is
-reached, and writes JSON where asked. One rank with all its experts and top-6 of T tokens receives as many routed rows
-as each rank of EP8 does with T tokens a rank; what is missing is NVLink. Everything is a captured graph; weights
-rotate between sets that do not fit the L2 cache together.
+`python -m megamoe.backends.hopper.bench --ranks 1` prints one line a size with the floor and the fraction of it that is
+reached, and writes JSON where asked. Each rank has an EP8 rank's experts and, at T tokens a rank, receives as many
+routed rows as in EP8. --ranks 1 leaves out only NVLink; --ranks 2 on two GPUs has it; --ranks 8 on one GPU tests the
+protocol under load, all ranks sharing the GPU. Everything is a captured graph.
 """
 
 from __future__ import annotations
@@ -13,20 +13,30 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path as FilePath
 
 import torch
 
 from megamoe.backends import Launch
-from megamoe.backends.hopper.buffers import BoundLayer, control_words, counts_before_payload
+from megamoe.backends.hopper import separate_queues
+from megamoe.backends.hopper.backend import reach_peers
+from megamoe.backends.hopper.buffers import (
+    BoundLayer,
+    RankBuffers,
+    allocate_heap,
+    control_words,
+    counts_before_payload,
+)
 from megamoe.backends.hopper.kernels import Device, Kernels
-from megamoe.backends.hopper.lockstep import Lockstep
 from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
-from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
+from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms
+from megamoe.backends.hopper.record import FIRST_STATUS, NUM_WORDS, Word
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Deployment, Path, RowFormat, plan_bundle
+from megamoe.layout import plan_layout
 from megamoe.path import SubStep
-from megamoe.routing import route_rank
+from megamoe.routing import route
 from megamoe.shape import MoeShape, preset
 
 HBM_BYTES_PER_S = 4.3e12
@@ -35,11 +45,15 @@ BF16_FLOPS_PER_S = 671e12
 """bf16 8192^3 matmul on random data, H200 (reference table)."""
 
 
-def one_rank_of(shape: MoeShape, num_ranks: int = 8) -> MoeShape:
-    """One rank of `shape` as a group of its own: the same experts a rank, top-k, and dimensions."""
-    return replace(
-        shape, num_experts=shape.num_experts // num_ranks, num_ranks=1, name=f"{shape.name}-one-rank"
-    )
+CALLS = 8
+"""Layer calls of a captured graph."""
+REPEATS = 7
+
+
+def ranks_of(shape: MoeShape, num_ranks: int) -> MoeShape:
+    """A group of num_ranks with as many experts a rank as EP8 of `shape` has: rows and weights a rank are EP8's."""
+    experts = shape.num_experts // 8 * num_ranks
+    return replace(shape, num_experts=experts, num_ranks=num_ranks, name=f"{shape.name}-ep{num_ranks}")
 
 
 def random_packed(
@@ -139,13 +153,15 @@ def floor_us(shape: MoeShape, rows: int, experts_hit: int) -> float:
     return 1e6 * max(num_bytes / HBM_BYTES_PER_S, flops / BF16_FLOPS_PER_S)
 
 
-class OneRank:
-    """A rank that is a whole group, with two weight sets, and launches that can be captured."""
+class GroupBench:
+    """All ranks of a group in this process, with weights, and launches that can be captured.
+
+    One rank: two weight sets in turn. More: one set each (together they do not fit any cache).
+    """
 
     def __init__(self, shape: MoeShape, capacity: int, row_format: RowFormat = RowFormat.BF16) -> None:
         self.shape = shape
-        self.device = torch.device("cuda")
-        bundle = plan_bundle(
+        self.bundle = plan_bundle(
             Deployment(
                 shape=shape,
                 backend="hopper",
@@ -154,61 +170,112 @@ class OneRank:
                 combine_row_format=row_format,
             )
         )
-        self.lockstep = Lockstep(bundle, self.device)
-        self.buffers = self.lockstep.group.ranks[0]
-        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.kernels = Kernels(self.buffers, Device(num_sms), row_format)
-        self.canonical: tuple[torch.Tensor, ...]
-        layer, self.canonical = random_packed(shape, self.device, 1)
-        self.layers = [layer, rolled(layer)]
-        self._pinned = torch.zeros(64, dtype=torch.int64, pin_memory=True)
-        self.batch: MoeBatch | None = None
-        self.out = torch.empty(0)
+        layout = plan_layout(self.bundle, num_slots=1)
+        numbers = devices_of_ranks(shape.num_ranks, torch.cuda.device_count())
+        self.devices = [torch.device("cuda", number) for number in numbers]
+        heaps = [allocate_heap(layout, device) for device in self.devices]
+        addresses = [heap.data_ptr() for heap in heaps]
+        self.ranks: list[RankBench] = []
+        for rank, device in enumerate(self.devices):
+            reach_peers(heaps, device)
+            buffers = RankBuffers(layout, rank=rank, heap_addresses=addresses, device=device)
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            kernels = Kernels(buffers, Device(sms, numbers.count(numbers[rank])), row_format)
+            self.ranks.append(RankBench(heaps[rank], kernels))
+        layers: dict[torch.device, BoundLayer] = {}
+        for rank_bench, device in zip(self.ranks, self.devices, strict=True):
+            with torch.cuda.device(device):
+                if device not in layers:
+                    layers[device], self.canonical = random_packed(shape, device, seed=1)
+                    rank_bench.layers = [layers[device]]
+                else:
+                    layers[device] = rolled(layers[device])
+                    rank_bench.layers = [layers[device]]
+                if shape.num_ranks == 1:
+                    rank_bench.layers.append(rolled(layers[device]))
+        self._epoch = 0
 
-    def take(self, ids: torch.Tensor, weights: torch.Tensor, path: Path, seed: int = 0) -> None:
-        """Make these rows the batch of the launches that follow."""
-        tokens = len(ids)
-        generator = torch.Generator(device=self.device).manual_seed(seed)
-        x = torch.randn(tokens, self.shape.hidden, device=self.device, generator=generator).bfloat16()
-        self.batch = MoeBatch(x, ids.to(self.device), weights.to(self.device))
-        self.out = torch.full((tokens, self.shape.hidden), float("nan"), device=self.device).bfloat16()
+    def take(self, routes: Sequence[tuple[torch.Tensor, torch.Tensor]], path: Path, num_calls: int) -> None:
+        """Make these routes (ids, weights of every rank) with random rows the batch of the launches that follow, of
+        which a captured graph will hold num_calls."""
+        counts = tuple(len(ids) for ids, _ in routes)
+        self.path = path
+        self.counts = counts
+        for rank, (rank_bench, device) in enumerate(zip(self.ranks, self.devices, strict=True)):
+            generator = torch.Generator(device=device).manual_seed(rank)
+            x = torch.randn(counts[rank], self.shape.hidden, device=device, generator=generator).bfloat16()
+            ids, weights = routes[rank]
+            rank_bench.batch = MoeBatch(x, ids.to(device), weights.to(device))
+            rank_bench.out = torch.full_like(x, float("nan"))
+            rank_bench.pinned = torch.zeros((num_calls, NUM_WORDS), dtype=torch.int64, pin_memory=True)
+        self.new_epochs()
+
+    def new_epochs(self) -> None:
+        """Control blocks with epochs that no launch has had; nothing may be under way."""
         sub_step = SubStep(
             sub_step_idx=0,
             start_row=0,
-            stop_row=tokens,
-            path=path,
-            runtime_capacity=self.buffers.layout.capacity,
-            num_rows_per_rank=(tokens,),
+            stop_row=max(self.counts),
+            path=self.path,
+            runtime_capacity=self.bundle.deployment.max_tokens_per_rank,
+            num_rows_per_rank=self.counts,
         )
-        launch = Launch(
-            slot_idx=0, epoch=7, buffer_idx=1, sub_step=sub_step, closing=False, refused=False, deadline_s=0.0
-        )
-        words = control_words(self.buffers.layout, launch, self.batch, self.out, 1_000_000_000)
-        self._pinned.copy_(torch.tensor(words, dtype=torch.int64))
-        torch.cuda.synchronize()
-
-    def before_gemms(self, path: Path, gemms: GemmPlan) -> None:
-        compact = counts_before_payload(path)
-        self.buffers.control.copy_(self._pinned, non_blocking=True)
-        if compact:
-            self.kernels.prepare()
-        self.kernels.dispatch(compact=compact, quantized=False)
-        self.kernels.index(gemms, self.buffers.layout.capacity, compact=compact)
-        self.kernels.expand()
-
-    def layer(self, path: Path, gemms: GemmPlan, which: int) -> None:
-        """One whole sub-step with weight set `which`."""
-        self.before_gemms(path, gemms)
-        self.kernels.gemm1(self.layers[which], gemms)
-        self.kernels.gemm2(self.layers[which], gemms)
-        self.kernels.combine()
+        for call in range(len(self.ranks[0].pinned)):
+            self._epoch += 1
+            launch = Launch(
+                slot_idx=0,
+                epoch=self._epoch,
+                buffer_idx=self._epoch & 1,
+                sub_step=sub_step,
+                closing=False,
+                refused=False,
+                deadline_s=0.0,
+            )
+            for rank_bench in self.ranks:
+                words = control_words(
+                    rank_bench.kernels.buffers.layout, launch, rank_bench.batch, rank_bench.out, 1_000_000_000
+                )
+                rank_bench.pinned[call] = torch.tensor(words, dtype=torch.int64)
 
     def check(self) -> None:
         """Raises RuntimeError when the last launch gave up or left an output unwritten."""
-        torch.cuda.synchronize()
-        control = self.buffers.control.tolist()
-        if control[32] or bool(torch.isnan(self.out.float()).any()):
-            raise RuntimeError(f"launch failed or left outputs unwritten: status {control[32:40]}")
+        for device in set(self.devices):
+            torch.cuda.synchronize(device)
+        for rank, rank_bench in enumerate(self.ranks):
+            control = rank_bench.kernels.buffers.control.tolist()
+            if control[Word.FAILED] or bool(torch.isnan(rank_bench.out.float()).any()):
+                status = control[FIRST_STATUS : FIRST_STATUS + 8]
+                raise RuntimeError(f"rank {rank} failed or left outputs unwritten: status {status}")
+
+
+class RankBench:
+    """One rank of a GroupBench."""
+
+    def __init__(self, heap: torch.Tensor, kernels: Kernels) -> None:
+        self.heap = heap
+        self.kernels = kernels
+        self.layers: list[BoundLayer] = []
+        self.batch = MoeBatch(torch.empty(0), torch.empty(0), torch.empty(0))
+        self.out = torch.empty(0)
+        self.pinned = torch.empty(0)
+
+    def before_gemms(self, path: Path, gemms: GemmPlan, call: int = 0) -> None:
+        compact = counts_before_payload(path)
+        buffers = self.kernels.buffers
+        buffers.control.copy_(self.pinned[call], non_blocking=True)
+        if compact:
+            self.kernels.prepare()
+        self.kernels.dispatch(compact=compact, quantized=False)
+        self.kernels.index(gemms, buffers.layout.capacity, compact=compact)
+        self.kernels.expand()
+
+    def layer(self, path: Path, gemms: GemmPlan, call: int) -> None:
+        """One whole sub-step; weight sets take turns."""
+        self.before_gemms(path, gemms, call)
+        layer = self.layers[call % len(self.layers)]
+        self.kernels.gemm1(layer, gemms)
+        self.kernels.gemm2(layer, gemms)
+        self.kernels.combine()
 
 
 def balanced_ids(shape: MoeShape, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,51 +285,24 @@ def balanced_ids(shape: MoeShape, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return ids, torch.full(ids.shape, 1 / shape.num_topk)
 
 
-def bench_gemms(rank: OneRank, rows_per_expert: int, gemms: GemmPlan) -> list[Timing]:
-    """GEMM1, GEMM2 and both, every expert with the same number of rows."""
-    shape = rank.shape
+def bench_gemms(group: GroupBench, rows_per_expert: int, gemms: GemmPlan) -> list[Timing]:
+    """GEMM1, GEMM2 and both of a one-rank group, every expert with the same number of rows."""
+    shape, rank = group.shape, group.ranks[0]
     tokens = rows_per_expert * shape.num_experts // shape.num_topk
-    rank.take(*balanced_ids(shape, tokens), Path.FIXED_SLOT)
+    group.take([balanced_ids(shape, tokens)], Path.FIXED_SLOT, 1)
     rank.before_gemms(Path.FIXED_SLOT, gemms)
     rank.kernels.gemm1(rank.layers[0], gemms)
     torch.cuda.synchronize()
     rows = tokens * shape.num_topk
-    stages: dict[str, list[Callable[[], None]]] = {
-        "gemm1": [lambda i=i: rank.kernels.gemm1(rank.layers[i], gemms) for i in range(2)],  # type: ignore[misc]
-        "gemm2": [lambda i=i: rank.kernels.gemm2(rank.layers[i], gemms) for i in range(2)],  # type: ignore[misc]
-    }
-    out = []
-    for name, functions in stages.items():
-        share = 2 / 3 if name == "gemm1" else 1 / 3
-        floor = share * floor_us(shape, rows, shape.num_experts)
-        us = graph_us(functions)
-        out.append(
-            Timing(
-                f"{name} m={rows_per_expert} {label(gemms)}",
-                "-",
-                "even",
-                tokens,
-                rows,
-                shape.num_experts,
-                us,
-                floor,
-            )
-        )
-    both = [f for pair in zip(stages["gemm1"], stages["gemm2"], strict=True) for f in pair]
-    us = 2 * graph_us(both)
+    first = [partial(rank.kernels.gemm1, layer, gemms) for layer in rank.layers]
+    second = [partial(rank.kernels.gemm2, layer, gemms) for layer in rank.layers]
+    both = [stage for pair in zip(first, second, strict=True) for stage in pair]
     floor = floor_us(shape, rows, shape.num_experts)
-    out.append(
-        Timing(
-            f"both m={rows_per_expert} {label(gemms)}",
-            "-",
-            "even",
-            tokens,
-            rows,
-            shape.num_experts,
-            us,
-            floor,
-        )
-    )
+    out = []
+    for name, functions, share in (("gemm1", first, 2 / 3), ("gemm2", second, 1 / 3), ("both", both, 1.0)):
+        us = graph_us(functions) * (2 if name == "both" else 1)
+        what = f"{name} m={rows_per_expert} {label(gemms)}"
+        out.append(Timing(what, "-", "even", tokens, rows, shape.num_experts, us, share * floor))
     return out
 
 
@@ -271,43 +311,84 @@ def label(gemms: GemmPlan) -> str:
 
 
 def bench_layer(
-    rank: OneRank, tokens: int, path: Path, distribution: str = "uniform", gemms: GemmPlan | None = None
+    group: GroupBench, tokens: int, path: Path, distribution: str = "uniform", gemms: GemmPlan | None = None
 ) -> Timing:
-    """The whole layer: control copy, dispatch with quantization, index, expand, GEMMs with SwiGLU, combine."""
-    shape = rank.shape
-    ids, weights = route_rank(shape, distribution, tokens, seed=11, rank=0)
-    rank.take(ids, weights, path)
+    """The whole layer, all ranks: control copy, dispatch with quantization, index, expand, GEMMs, combine.
+
+    A captured graph a rank holds CALLS layer calls, so that ranks' uneven starts do not count; the time is the median
+    of the slowest rank's. Rows and experts hit are those of the busiest rank; ranks that share a GPU share its floor.
+    """
+    shape = group.shape
+    routes = route(shape, distribution, [tokens] * shape.num_ranks, seed=11)
+    group.take(routes, path, CALLS)
     chosen = gemms or plan_gemms(shape, tokens)
-    us = graph_us([lambda: rank.layer(path, chosen, 0), lambda: rank.layer(path, chosen, 1)])
-    rank.check()
-    hit = int(ids.unique().numel())
-    rows = ids.numel()
-    return Timing(
-        f"layer {label(chosen)}", str(path), distribution, tokens, rows, hit, us, floor_us(shape, rows, hit)
-    )
+    graphs = []
+    for rank in group.ranks:
+        device = rank.kernels.buffers.device
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device):
+            with torch.cuda.stream(stream):
+                rank.kernels.warm_up([chosen], {path: [rank.kernels.buffers.layout.capacity]})
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for call in range(CALLS):
+                    rank.layer(path, chosen, call)
+        graphs.append((stream, graph))
+    times = []
+    for _ in range(REPEATS + 1):
+        group.new_epochs()
+        marks = []
+        for stream, graph in graphs:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record(stream)
+                graph.replay()
+                stop.record(stream)
+            marks.append((start, stop))
+        for _, stop in marks:
+            stop.synchronize()
+        times.append(max(start.elapsed_time(stop) for start, stop in marks) * 1e3 / CALLS)
+    group.check()
+    rows, hit = busiest(shape, [ids for ids, _ in routes])
+    sharing = max(group.devices.count(device) for device in group.devices)
+    floor = sharing * floor_us(shape, rows, hit)
+    what = f"EP{shape.num_ranks} on {len(set(group.devices))} GPU {label(chosen)}"
+    return Timing(what, str(path), distribution, tokens, rows, hit, statistics.median(times[1:]), floor)
+
+
+def busiest(shape: MoeShape, ids: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """(routed rows, experts hit) of the rank with the highest floor."""
+    counts = torch.bincount(torch.cat([part.flatten() for part in ids]).long(), minlength=shape.num_experts)
+    per_rank = counts.view(shape.num_ranks, -1)
+    work = [(int(row.sum()), int((row > 0).sum())) for row in per_rank]
+    return max(work, key=lambda one: floor_us(shape, *one))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description="time the Hopper backend on this process's GPUs")
     parser.add_argument("--shape", default="deepseek-v4-pro")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="ranks of the group, each with an EP8 rank's experts"
+    )
     parser.add_argument(
         "--tokens", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
     )
     parser.add_argument("--distributions", nargs="*", default=["uniform"])
     parser.add_argument("--json", type=FilePath)
     chosen = parser.parse_args(arguments)
-    shape = one_rank_of(preset(chosen.shape))
+    separate_queues()
+    shape = ranks_of(preset(chosen.shape), chosen.ranks)
     timings = []
     for capacity in sorted({512 if tokens <= 512 else 8192 for tokens in chosen.tokens}):
-        rank = OneRank(shape, capacity)
+        group = GroupBench(shape, capacity)
         for tokens in chosen.tokens:
             if (tokens <= 512) != (capacity == 512):
                 continue
             for path in (Path.FIXED_SLOT, Path.COMPACT) if tokens <= 512 else (Path.COMPACT,):
                 for distribution in chosen.distributions:
-                    timings.append(bench_layer(rank, tokens, path, distribution))
+                    timings.append(bench_layer(group, tokens, path, distribution))
                     print(timings[-1].line(shape), flush=True)
-        del rank
+        del group
         torch.cuda.empty_cache()
     if chosen.json:
         chosen.json.write_text(json.dumps([asdict(t) | {"fraction": t.fraction} for t in timings], indent=1))

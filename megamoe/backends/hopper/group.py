@@ -1,8 +1,8 @@
-"""Ranks that share one process and one GPU: how they find each other and each other's memory.
+"""Ranks that share one process: how they find each other and each other's memory.
 
-Every rank has its own heap, stream and thread; their kernels run side by side, each rank on its share of the
-multiprocessors. One rank a process and GPU over NVLink needs the same three things from elsewhere (heaps, addresses,
-agreement on the deployment) and nothing else from this backend.
+Every rank has its own heap, stream and thread. Ranks are spread over the GPUs of the process; those that share a GPU
+run side by side, each on its share of the multiprocessors. One rank a process would need the same three things from
+elsewhere (heaps, addresses, agreement on the deployment) and nothing else from this backend.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Kernels:
         b = self.buffers
         if compact:
             self._await_flags(FlagKind.COUNTS)
-        dispatch.dispatch_kernel[(4 * self.device.share,)](
+        dispatch.dispatch_kernel[(8 * self.device.share,)](
             b.control,
             b.bases,
             b.token_index,
@@ -262,7 +262,7 @@ class Kernels:
             self.post_return()
             post = False
         self._await_flags(FlagKind.RETURN)
-        combine.combine_kernel[(4 * self.device.share,)](
+        combine.combine_kernel[(8 * self.device.share,)](
             b.control,
             b.bases,
             **self._ranks,

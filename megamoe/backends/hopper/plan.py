@@ -252,5 +252,11 @@ def index_block_tokens(shape: MoeShape, capacity: int) -> int:
 
 
 def grid_share(num_sms: int, num_virtual_ranks: int) -> int:
-    """Thread blocks that a rank's waiting kernels may have so that those of all ranks on a device are resident."""
+    """Multiprocessors that each of the ranks on one device may count on."""
     return max(num_sms // num_virtual_ranks, 1)
+
+
+def devices_of_ranks(num_ranks: int, num_devices: int) -> tuple[int, ...]:
+    """Device of each rank: neighbouring ranks share one where there are more ranks than devices."""
+    used = min(num_ranks, num_devices)
+    return tuple(rank * used // num_ranks for rank in range(num_ranks))
