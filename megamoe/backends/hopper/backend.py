@@ -354,7 +354,8 @@ def _prepare(kernels: Kernels, call: _Call) -> None:
 
 
 def _dispatch(kernels: Kernels, call: _Call) -> None:
-    kernels.dispatch(compact=call.compact, quantized=call.batch.hidden_states_sf is not None)
+    quantized = call.batch.hidden_states_sf is not None
+    kernels.dispatch(call.launch.sub_step.max_rows, compact=call.compact, quantized=quantized)
     kernels.index(call.gemms, call.launch.sub_step.runtime_capacity, compact=call.compact)
     if call.layer.w13 is not None:
         kernels.expand()
@@ -373,7 +374,7 @@ def _gemm2(kernels: Kernels, call: _Call) -> None:
 
 
 def _combine(kernels: Kernels, call: _Call) -> None:
-    kernels.combine()
+    kernels.combine(call.launch.sub_step.max_rows)
 
 
 _LAUNCH: dict[str, Callable[[Kernels, _Call], None]] = {

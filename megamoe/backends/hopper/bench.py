@@ -128,13 +128,14 @@ class Timing:
     experts_hit: int
     us: float
     floor_us: float
+    ranks_a_gpu: int = 1
 
     @property
     def fraction(self) -> float:
         return self.floor_us / self.us
 
     def line(self, shape: MoeShape) -> str:
-        num_bytes, flops = work_of(shape, self.rows, self.experts_hit)
+        num_bytes, flops = (self.ranks_a_gpu * part for part in work_of(shape, self.rows, self.experts_hit))
         return (
             f"{self.what:22s} {self.path:10s} {self.distribution:18s} T={self.tokens:5d} rows={self.rows:6d} "
             f"hit={self.experts_hit:3d} {self.us:9.1f} us  floor {self.floor_us:8.1f}  {self.fraction:.3f}"
@@ -265,7 +266,7 @@ class RankBench:
         buffers.control.copy_(self.pinned[call], non_blocking=True)
         if compact:
             self.kernels.prepare()
-        self.kernels.dispatch(compact=compact, quantized=False)
+        self.kernels.dispatch(self.batch.num_rows, compact=compact, quantized=False)
         self.kernels.index(gemms, buffers.layout.capacity, compact=compact)
         self.kernels.expand()
 
@@ -275,7 +276,7 @@ class RankBench:
         layer = self.layers[call % len(self.layers)]
         self.kernels.gemm1(layer, gemms)
         self.kernels.gemm2(layer, gemms)
-        self.kernels.combine()
+        self.kernels.combine(self.batch.num_rows)
 
 
 def balanced_ids(shape: MoeShape, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -353,7 +354,9 @@ def bench_layer(
     sharing = max(group.devices.count(device) for device in group.devices)
     floor = sharing * floor_us(shape, rows, hit)
     what = f"EP{shape.num_ranks} on {len(set(group.devices))} GPU {label(chosen)}"
-    return Timing(what, str(path), distribution, tokens, rows, hit, statistics.median(times[1:]), floor)
+    return Timing(
+        what, str(path), distribution, tokens, rows, hit, statistics.median(times[1:]), floor, sharing
+    )
 
 
 def busiest(shape: MoeShape, ids: Sequence[torch.Tensor]) -> tuple[int, int]:

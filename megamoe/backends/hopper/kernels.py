@@ -58,6 +58,8 @@ class Kernels:
         shape = buffers.shape
         self._limit = shape.swiglu_limit or float("inf")
         self._block = min(_BLOCK, next_power_of_2(shape.hidden))
+        # Where ranks share a GPU, a kernel that starts early would take multiprocessors that a peer's may need.
+        self._chain = {"launch_pdl": device.num_virtual_ranks == 1}
         self._ranks = {"own_rank": buffers.rank, "NUM_RANKS": shape.num_ranks}
         self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
         self._descriptors: dict[tuple[int, int, int], Any] = {}
@@ -83,13 +85,20 @@ class Kernels:
             COUNTS_WORDS=b.layout.counts_words,
             BLOCK_TOKENS=min(_PREPARE_TOKENS, max(next_power_of_2(b.layout.capacity), 16)),
             num_warps=8,
+            **self._chain,
         )
 
-    def dispatch(self, *, compact: bool, quantized: bool) -> None:
+    def _grid(self, max_rows: int, width: int) -> tuple[int]:
+        """Thread blocks for rows in pieces of `width` columns: one a piece, up to 8 a multiprocessor."""
+        pieces = max_rows * -(-self.buffers.shape.hidden // width)
+        return (min(8 * self.device.share, max(pieces, 1)),)
+
+    def dispatch(self, max_rows: int, *, compact: bool, quantized: bool) -> None:
+        """max_rows: agreed maximum of rows a rank."""
         b = self.buffers
         if compact:
             self._await_flags(FlagKind.COUNTS)
-        dispatch.dispatch_kernel[(8 * self.device.share,)](
+        dispatch.dispatch_kernel[self._grid(max_rows, self._block)](
             b.control,
             b.bases,
             b.token_index,
@@ -105,6 +114,7 @@ class Kernels:
             COMPACT=compact,
             QUANTIZED=quantized,
             num_warps=4,
+            **self._chain,
         )
 
     def index(self, gemms: GemmPlan, capacity: int, *, compact: bool) -> None:
@@ -134,6 +144,7 @@ class Kernels:
             SLOTS=next_power_of_2(shape.num_topk),
             BINS=next_power_of_2(shape.num_experts_per_rank + 1),
             num_warps=8,
+            **self._chain,
         )
 
     def expand(self) -> None:
@@ -151,6 +162,7 @@ class Kernels:
             COLUMNS=b.sizes.image_columns,
             PIECE=expand.EXPAND_COLUMNS,
             num_warps=8,
+            **self._chain,
         )
 
     def gemm1(self, layer: BoundLayer, gemms: GemmPlan) -> None:
@@ -174,6 +186,7 @@ class Kernels:
                 OCCUPANCY=GEMM1_STREAM.occupancy,
                 WARPS=GEMM1_STREAM.warps,
                 num_warps=GEMM1_STREAM.warps,
+                **self._chain,
                 maxnreg=128,
             )
         tiled = gemms.tiled(b.shape.hidden)
@@ -189,9 +202,11 @@ class Kernels:
             grid,
             **chunks,
             **_tiled_options(tiled, b.sizes.gemm1_groups),
+            **self._chain,
         )
 
-    def gemm2(self, layer: BoundLayer, gemms: GemmPlan) -> None:
+    def gemm2(self, layer: BoundLayer, gemms: GemmPlan, *, plain_rows: bool = False) -> None:
+        """plain_rows: bf16 results whatever the deployment's format (for checks of a binding)."""
         from megamoe.backends.hopper.device import gemm2
 
         assert layer.w2 is not None
@@ -199,7 +214,7 @@ class Kernels:
         common = {
             "HIDDEN": b.shape.hidden,
             "CHUNKS": b.middle.shape[1] // 128,
-            "FP8": self.fp8,
+            "FP8": self.fp8 and not plain_rows,
         }
         if gemms.stream_max_rows:
             gemm2.gemm2_stream_kernel[(self.device.share * GEMM2_STREAM.occupancy,)](
@@ -216,6 +231,7 @@ class Kernels:
                 OCCUPANCY=GEMM2_STREAM.occupancy,
                 WARPS=GEMM2_STREAM.warps,
                 num_warps=GEMM2_STREAM.warps,
+                **self._chain,
                 maxnreg=128,
             )
         tiled = gemms.tiled(b.shape.intermediate)
@@ -231,6 +247,7 @@ class Kernels:
             grid,
             **common,
             **_tiled_options(tiled, b.sizes.gemm2_groups),
+            **self._chain,
         )
 
     def identity(self) -> None:
@@ -249,20 +266,23 @@ class Kernels:
             FP8=self.fp8,
             PIECE=expand.EXPAND_COLUMNS,
             num_warps=8,
+            **self._chain,
         )
 
     def post_return(self) -> None:
         b = self.buffers
-        combine.post_return_kernel[(1,)](b.control, b.bases, **self._ranks, FP8=self.fp8, num_warps=1)
+        combine.post_return_kernel[(1,)](
+            b.control, b.bases, **self._ranks, FP8=self.fp8, num_warps=1, **self._chain
+        )
 
-    def combine(self, *, post: bool = True) -> None:
+    def combine(self, max_rows: int, *, post: bool = True) -> None:
         """post=False: after post_return."""
         b = self.buffers
         if post and self.device.num_virtual_ranks > 1:
             self.post_return()
             post = False
         self._await_flags(FlagKind.RETURN)
-        combine.combine_kernel[(8 * self.device.share,)](
+        combine.combine_kernel[self._grid(max_rows, self._block)](
             b.control,
             b.bases,
             **self._ranks,
@@ -273,6 +293,7 @@ class Kernels:
             FP8=self.fp8,
             POST=post,
             num_warps=4,
+            **self._chain,
             # The oracle multiplies, rounds, and adds; a fused multiply-add would round once.
             enable_fp_fusion=False,
         )
@@ -280,12 +301,12 @@ class Kernels:
     def close(self) -> None:
         """Closing flags of a cut step, posted and waited for."""
         b = self.buffers
-        close.close_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1)
+        close.close_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1, **self._chain)
 
     def abort(self) -> None:
         """Tell all peers that this rank gives the launch up."""
         b = self.buffers
-        close.abort_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1)
+        close.abort_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1, **self._chain)
 
     def warm_up(self, plans: Iterable[GemmPlan], capacities: Mapping[Path, Iterable[int]]) -> None:
         """Compile and load every kernel that steps of these plans and runtimes can need.
@@ -309,7 +330,7 @@ class Kernels:
             if compact:
                 self.prepare()
             for quantized in (False, True):
-                self.dispatch(compact=compact, quantized=quantized)
+                self.dispatch(1, compact=compact, quantized=quantized)
             for gemms in plans:
                 for capacity in values:
                     self.index(gemms, capacity, compact=compact)
@@ -318,7 +339,8 @@ class Kernels:
         for gemms in plans:
             self.gemm1(layer, gemms)
             self.gemm2(layer, gemms)
-        self.combine()
+            self.gemm2(layer, gemms, plain_rows=True)
+        self.combine(1)
         self.close()
         self.abort()
         torch.cuda.synchronize(b.device)

@@ -145,10 +145,11 @@ class Lockstep:
         capacity: int,
         compact: bool,
     ) -> None:
+        most = max(batch.num_rows for batch in batches)
         for kernels in self.kernels if compact else ():
             kernels.prepare()
         for kernels, batch in zip(self.kernels, batches, strict=True):
-            kernels.dispatch(compact=compact, quantized=batch.hidden_states_sf is not None)
+            kernels.dispatch(most, compact=compact, quantized=batch.hidden_states_sf is not None)
         for kernels, layer in zip(self.kernels, layers, strict=True):
             kernels.index(gemms, capacity, compact=compact)
             if layer.w13 is None:
@@ -159,7 +160,7 @@ class Lockstep:
                 kernels.gemm2(layer, gemms)
             kernels.post_return()
         for kernels in self.kernels:
-            kernels.combine(post=False)
+            kernels.combine(most, post=False)
 
 
 def _on(batch: MoeBatch, device: torch.device) -> MoeBatch:

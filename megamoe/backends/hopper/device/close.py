@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device import chain, flags
 from megamoe.backends.hopper.record import Word
 
 FAILED = tl.constexpr(int(Word.FAILED))
@@ -14,6 +14,7 @@ FAILED = tl.constexpr(int(Word.FAILED))
 
 @triton.jit(do_not_specialize=["own_rank"])
 def close_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr):
+    chain.after_previous()
     if tl.load(control + FAILED, volatile=True) == 0:
         none = tl.full((), 0, tl.int64)
         flags.post(control, bases, flags.CLOSE_FLAG, none, own_rank, NUM_RANKS)
@@ -22,5 +23,6 @@ def close_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["own_rank"])
 def abort_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr):
+    chain.after_previous()
     missing = tl.full((), 1, tl.int64) << own_rank
     flags.abort(control, bases, missing, own_rank, NUM_RANKS)

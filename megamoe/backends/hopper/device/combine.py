@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device import chain, flags
 from megamoe.backends.hopper.device.quantize import dequantize
 from megamoe.backends.hopper.record import Word
 
@@ -36,6 +36,7 @@ def return_info(control, FP8: tl.constexpr):
 @triton.jit(do_not_specialize=["own_rank"])
 def post_return_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr, FP8: tl.constexpr):
     """The return flags alone, for where ranks take turns on one thread of execution."""
+    chain.after_previous()
     if tl.load(control + FAILED, volatile=True) == 0:
         flags.post(control, bases, flags.RETURN_FLAG, return_info(control, FP8), own_rank, NUM_RANKS)
 
@@ -59,6 +60,7 @@ def combine_kernel(
     HIDDEN: tl.constexpr, RESULT_STRIDE: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, POST: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (token, BLOCK columns). FP8: owners of this deployment send weighted FP8 rows."""
+    chain.after_previous()
     if POST:
         if (tl.program_id(0) == 0) & (tl.load(control + FAILED, volatile=True) == 0):
             flags.post(control, bases, flags.RETURN_FLAG, return_info(control, FP8), own_rank, NUM_RANKS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device import chain, flags
 from megamoe.backends.hopper.device.quantize import SCALE_NAN, quantize
 from megamoe.backends.hopper.record import Word
 
@@ -90,6 +90,7 @@ def dispatch_kernel(
     COUNTS_WORDS: tl.constexpr, BLOCK: tl.constexpr, COMPACT: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (token, piece of BLOCK columns). ticket: int32, zero, counts finished thread blocks."""
+    chain.after_previous()
     num_rows = tl.load(control + NUM_ROWS).to(tl.int32)
     ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
     weights = tl.load(control + WEIGHTS_PTR).to(tl.pointer_type(tl.int32))

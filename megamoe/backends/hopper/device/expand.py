@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from megamoe.backends.hopper import plan
+from megamoe.backends.hopper.device import chain
 from megamoe.backends.hopper.device.index import STREAM_FLAG
 from megamoe.backends.hopper.device.quantize import dequantize
 from megamoe.backends.hopper.record import Word
@@ -43,6 +44,7 @@ def expand_kernel(
     PIECE: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (16 rows, PIECE columns). image: bf16 [padded rows, COLUMNS]."""
+    chain.after_previous()
     payload = (tl.load(bases + own_rank) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
     num_items = tl.load(work + NUM_BLOCKS) * (COLUMNS // PIECE)
     row = tl.arange(0, ROWS)

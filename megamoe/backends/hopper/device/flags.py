@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe.backends.hopper.device import chain
 from megamoe.backends.hopper.record import INFO_ERROR, INFO_FP8, INFO_ROWS_MASK, POSTED, Word
 from megamoe.layout import CACHE_LINE_BYTES, FlagKind
 
@@ -146,6 +147,7 @@ def await_kernel(
     control, bases, own_rank, KIND: tl.constexpr, ONLY_WITH_ROWS: tl.constexpr, NUM_RANKS: tl.constexpr
 ):
     """One thread block waits, so that the many of the next kernel need not: see Kernels.await_flags."""
+    chain.after_previous()
     if ONLY_WITH_ROWS:
         needed = ranks_with_rows(control, NUM_RANKS)
     else:

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.backends.hopper.device import stream_loop as stream
 from megamoe.backends.hopper.device import wgmma_loop as tiled
+from megamoe.backends.hopper.device.chain import after_previous_gluon
 from megamoe.backends.hopper.device.mx_gluon import mx_exponents, power_of_two
 from megamoe.backends.hopper.device.stream_loop import ROW_HALVES, TOKEN_CHUNK_BYTES, UNIT_BYTES
 
@@ -98,6 +99,7 @@ def gemm2_stream_kernel(
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Persistent over (entry, 128 features of the hidden dimension). work: as for GEMM1."""
+    after_previous_gluon()
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tid = gl.arange(0, 32 * WARPS, layout=threads)
     warp = tid >> 5
@@ -141,6 +143,7 @@ def gemm2_tiled_kernel(
     AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Persistent over (entry, 128 features). work: int32 [entries, 4]: expert, first image row, rows, unused."""
+    after_previous_gluon()
     num_tiles = gl.load(num_entries) * GROUPS
     first = gl.program_id(0)
     if first >= num_tiles:

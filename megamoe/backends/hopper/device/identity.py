@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe.backends.hopper.device import chain
 from megamoe.backends.hopper.device.expand import NUM_BLOCKS, ROWS, ROWS_OFFSET, load_rows
 from megamoe.backends.hopper.device.quantize import quantize
 
@@ -16,6 +17,7 @@ def identity_kernel(
     PIECE: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (16 rows, PIECE columns): payload rows -> result rows at their sources."""
+    chain.after_previous()
     payload = (tl.load(bases + own_rank) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
     PIECES: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
     num_items = tl.load(work + NUM_BLOCKS) * PIECES

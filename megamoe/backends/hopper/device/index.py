@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megamoe.backends.hopper import plan
-from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device import chain, flags
 from megamoe.backends.hopper.device.dispatch import count_table
 from megamoe.backends.hopper.record import Word
 
@@ -67,6 +67,7 @@ def index_kernel(
 ):  # fmt: skip
     """Tables out: row_slot int32, row_address int64, row_weight fp32 by routed row; block_info int32 by 16 rows;
     work int32, see plan.py. SLOTS, BINS: num_topk and experts + 1, rounded up to powers of two."""
+    chain.after_previous()
     expert = tl.program_id(0)
     rank = tl.arange(0, NUM_RANKS)
     if COMPACT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.device import chain, flags
 from megamoe.backends.hopper.record import Word
 
 NUM_ROWS = tl.constexpr(int(Word.NUM_ROWS))
@@ -36,6 +36,7 @@ def prepare_kernel(
     COUNTS_WORDS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """token_index [n, NUM_RANKS] int32: a token's place among this rank's rows for a destination, -1 = none."""
+    chain.after_previous()
     ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
     num_rows = tl.load(control + NUM_ROWS).to(tl.int32)
     dst = tl.arange(0, NUM_RANKS)
