@@ -26,9 +26,9 @@ COUNTS = (16, 0, 5, 16, 1, 9, 16, 3)
 PATHS = [Path.FIXED_SLOT, Path.COMPACT]
 
 
-def lockstep(row_format: RowFormat = RowFormat.BF16, shape: MoeShape = SHAPE) -> Lockstep:
+def lockstep(row_format: RowFormat = RowFormat.BF16, *, apart: bool = False) -> Lockstep:
     deployment = Deployment(
-        shape=shape,
+        shape=SHAPE,
         backend="hopper",
         max_tokens_per_rank=16,
         fixed_slot_max=16,
@@ -36,7 +36,7 @@ def lockstep(row_format: RowFormat = RowFormat.BF16, shape: MoeShape = SHAPE) ->
         large_m_capacity=16,
         combine_row_format=row_format,
     )
-    return Lockstep(plan_bundle(deployment), torch.device("cpu"))
+    return Lockstep(plan_bundle(deployment), torch.device("cpu"), apart=apart)
 
 
 def batches(
@@ -57,11 +57,12 @@ def batches(
     return out
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_transport_is_bitwise(path: Path, distribution: str, row_format: RowFormat) -> None:
-    group = lockstep(row_format)
+def test_transport_is_bitwise(path: Path, distribution: str, row_format: RowFormat, apart: bool) -> None:
+    group = lockstep(row_format, apart=apart)
     rows = batches(distribution, exact=True)
     got = group.forward(rows, [IDENTITY] * 8, path, epoch=0xFFFFFFFF)
     for batch, out in zip(rows, got, strict=True):

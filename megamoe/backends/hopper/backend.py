@@ -136,7 +136,7 @@ class HopperBackend:
             layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
         )
         self._staging = Staging(bundle.shape, layout.capacity, self.device)
-        device = Device(properties.multi_processor_count, devices.count(devices[rank]))
+        device = Device(properties.multi_processor_count, devices.count(devices[rank]), len(set(devices)) > 1)
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
             self.kernels.warm_up(gemm_plans(bundle), {path: bundle.capacities(path) for path in STAGES})
@@ -371,6 +371,7 @@ def _gemm2(kernels: Kernels, call: _Call) -> None:
         kernels.identity()
     else:
         kernels.gemm2(call.layer, call.gemms)
+    kernels.send_back()
 
 
 def _combine(kernels: Kernels, call: _Call) -> None:

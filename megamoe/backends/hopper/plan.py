@@ -213,7 +213,7 @@ class TableSizes:
     def num_bytes(self) -> int:
         """Bytes of all private tables and images."""
         images = 2 * self.padded_rows * (self.image_columns + self.middle_columns)
-        rows = self.padded_rows * (4 + 4 + 8) + 4 * self.num_blocks
+        rows = self.padded_rows * (4 + 4 + 8 + 8) + 4 * self.num_blocks
         return images + rows + 4 * self.work_words + 4 * self.capacity * self.shape.num_ranks
 
 

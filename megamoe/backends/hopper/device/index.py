@@ -58,15 +58,16 @@ def _write_entries(entries, expert, first, unit, size, count, number):
 
 @triton.jit(do_not_specialize=["own_rank"])
 def index_kernel(
-    control, bases, row_slot, row_address, row_weight, block_info, work,
+    control, bases, row_slot, row_address, row_return, row_weight, block_info, work, image,
     stream_offset, tiled_offset,
     own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     META_WORDS: tl.constexpr, COUNTS_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
-    COMPACT: tl.constexpr, STREAM_MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    IMAGE_STRIDE: tl.constexpr, APART: tl.constexpr, COMPACT: tl.constexpr,
+    STREAM_MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Tables out: row_slot int32, row_address int64, row_weight fp32 by routed row; block_info int32 by 16 rows;
-    work int32, see plan.py. SLOTS, BINS: num_topk and experts + 1, rounded up to powers of two."""
+    """Tables out: row_slot int32, row_address, row_return int64, row_weight fp32 by routed row; block_info int32 by
+    16 rows; work int32, see plan.py. SLOTS, BINS: num_topk and experts + 1, rounded up to powers of two."""
     chain.after_previous()
     expert = tl.program_id(0)
     rank = tl.arange(0, NUM_RANKS)
@@ -131,7 +132,15 @@ def index_kernel(
             weight = tl.load(words_at + 1 + NUM_TOPK + slot, mask=mine, other=0)
             tl.store(row_slot + place, first + token, mask=mine)
             result = (src_token * NUM_TOPK + slot).to(tl.int64)
-            tl.store(row_address + place, results + result * RESULT_STRIDE, mask=mine)
+            home = results + result * RESULT_STRIDE
+            if APART:
+                # GEMM2 leaves a peer's row in its own place of the image, whose rows GEMM1 has consumed by then.
+                here = image.to(tl.int64) + place.to(tl.int64) * IMAGE_STRIDE
+                peers = src != own_rank
+                tl.store(row_address + place, tl.where(peers, here, home), mask=mine)
+                tl.store(row_return + place, tl.where(peers, home, 0), mask=mine)
+            else:
+                tl.store(row_address + place, home, mask=mine)
             tl.store(row_weight + place, weight.to(tl.float32, bitcast=True), mask=mine)
             listed += tl.sum(mine.to(tl.int32))
         if src != own_rank:
