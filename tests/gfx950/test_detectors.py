@@ -262,3 +262,43 @@ def test_an_instruction_that_is_not_executed_is_named() -> None:
             match=r"kernel, workgroup 0, wave 0, at \+0x0 .*v_cvt_sr_fp8_f32 is not implemented",
         ):
             group.synchronize()
+
+
+# Two waves: the first writes bytes [a, a + 4) of a line, the second bytes [b, b + width) with stores of `width`.
+def _neighbours(space: str, store: str, b: int) -> list[str]:
+    data = "v[4:5]" if store in ("b64", "dwordx2") else "v4"
+    if space == "lds":
+        first, second = "ds_write_b32 v3, v4", f"ds_write_{store} v3, {data} offset:{b}"
+    else:
+        first, second = (
+            "global_store_dword v3, v4, s[6:7]",
+            f"global_store_{store} v3, {data}, s[6:7] offset:{b}",
+        )
+    body = f"""s_load_dwordx4 s[4:7], s[0:1], 0x0
+v_mov_b32_e32 v3, 0
+v_readfirstlane_b32 s8, v0
+s_waitcnt lgkmcnt(0)
+s_mov_b64 exec, 1
+s_cmp_eq_u32 s8, 0
+s_cbranch_scc0 second
+{first}
+s_endpgm
+second:
+{second}"""
+    with DeviceGroup(DeviceConfig.checked()) as group:
+        target = group.devices[0].allocate(256, "target")
+        group.devices[0].default_stream.launch(
+            kernel_of(body, lds_bytes=256), (1,), (128,), [0, target.address]
+        )
+        group.synchronize()
+        return [r.text for r in group.reports()]
+
+
+@pytest.mark.parametrize(("store", "width"), [("b8", 1), ("b16", 2), ("b32", 4), ("b64", 8)], ids=str)
+@pytest.mark.parametrize("space", ["lds", "global"])
+def test_races_are_exact_to_the_byte(space: str, store: str, width: int) -> None:
+    name = store if space == "lds" else {1: "byte", 2: "short", 4: "dword", 8: "dwordx2"}[width]
+    for b in range(0, 16, width):
+        reports = _neighbours(space, name, b)
+        assert len(reports) == (1 if b < 4 else 0), (b, reports)
+        assert all("race" in text for text in reports)

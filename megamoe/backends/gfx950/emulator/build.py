@@ -20,7 +20,7 @@ from pathlib import Path
 from megamoe.backends.gfx950.emulator.errors import ToolchainError
 
 CORE = Path(__file__).parent / "core"
-FLAGS = ["-std=gnu11", "-O2", "-ftree-vectorize", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-w"]
+FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC", "-w"]
 
 
 def find_compiler() -> list[str]:

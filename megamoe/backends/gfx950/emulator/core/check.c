@@ -15,8 +15,15 @@ void add_finding(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u3
 }
 
 /* Registers. */
+static inline u64 bits_in_word(u32 first, u32 count, u32 word) { /* of bits first .. first + count - 1, those in a word */
+  u32 low = first > 64 * word ? first - 64 * word : 0, high = first + count - 64 * word;
+  return (high >= 64 ? ~(u64)0 : ((u64)1 << high) - 1) & ~(u64)0 << low;
+}
 static inline int any_bit(const u64 *bits, u32 first, u32 count, u32 *which) {
-  for (u32 r = first; r < first + count; r++) if (bits[r >> 6] >> (r & 63) & 1) { *which = r; return 1; }
+  for (u32 word = first >> 6; word <= (first + count - 1) >> 6; word++) {
+    u64 hit = bits[word] & bits_in_word(first, count, word);
+    if (hit) { *which = 64 * word + (u32)__builtin_ctzll(hit); return 1; }
+  }
   return 0;
 }
 void check_registers(Wave *w, const Inst *i) {
@@ -31,8 +38,9 @@ void check_registers(Wave *w, const Inst *i) {
   }
 }
 static void clear_bits(WaveCheck *c, const Pending *p) {
-  for (int k = 0; k < 3; k++)
-    for (u32 r = p->first[k]; r < (u32)p->first[k] + p->count[k]; r++) c->wait_bits[r >> 6] &= ~((u64)1 << (r & 63));
+  for (int k = 0; k < p->num_writes; k++)
+    for (u32 word = p->first[k] >> 6u, last = ((u32)p->first[k] + p->count[k] - 1) >> 6; word <= last; word++)
+      c->wait_bits[word] &= ~bits_in_word(p->first[k], p->count[k], word);
   c->num_wait_bits--;
 }
 static void complete(Wave *w, int queue) {
@@ -51,21 +59,25 @@ void check_issue(Wave *w, const Inst *i, int counters, int is_store) {
   int queue = counters & CNT_VM ? 0 : 1;
   if (c->size[queue] == MAX_PENDING - 1) complete(w, queue); /* the counter saturates: the hardware waits */
   Pending *p = &c->queue[queue][(c->head[queue] + c->size[queue]++) % MAX_PENDING];
-  memset(p, 0, sizeof *p);
   p->counters = (u32)counters;
+  p->seq = p->lds_time = 0;
+  p->acquired = 0;
+  p->num_writes = i->nwrites;
   p->inst = (u32)(i - w->launch->prog);
   p->fence_scope = i->scope;
   if (queue == 0) {
     p->seq = ++c->seq;
     p->acquired = c->pending_load;
     c->pending_load = 0;
-    memcpy(p->performed_at_issue, c->level[LV_PERFORMED], sizeof p->performed_at_issue);
+    if (counters & CNT_FENCE_REL) memcpy(p->performed_at_issue, c->level[LV_PERFORMED], sizeof p->performed_at_issue);
   }
   if (counters & (CNT_LGKM | CNT_SMEM)) p->lds_time = ++w->group->chk->clock;
   for (int k = 0; k < i->nwrites; k++) {
     p->first[k] = i->writes[k].first;
     p->count[k] = i->writes[k].count;
-    for (u32 r = p->first[k]; r < (u32)p->first[k] + p->count[k]; r++) { c->wait_bits[r >> 6] |= (u64)1 << (r & 63); c->wait_inst[r] = p->inst; }
+    for (u32 word = p->first[k] >> 6u, last = ((u32)p->first[k] + p->count[k] - 1) >> 6; word <= last; word++)
+      c->wait_bits[word] |= bits_in_word(p->first[k], p->count[k], word);
+    for (u32 r = p->first[k]; r < (u32)p->first[k] + p->count[k]; r++) c->wait_inst[r] = p->inst;
   }
   c->num_wait_bits++;
 }
@@ -96,58 +108,62 @@ u32 lds_done(const Wave *w) {
 /* LDS. Time is the workgroup's count of LDS operations; `known` is what every wave had waited for at the last barrier. */
 void check_group_start(Group *g) {
   g->chk = calloc(1, sizeof *g->chk);
-  g->chk->cells = calloc((g->lds_bytes + 7) / 4, sizeof(LdsCell));
-  g->chk->sub = calloc((g->lds_bytes + 7) / 4, sizeof(LdsCell *));
+  g->chk->num_lines = g->lds_bytes / LINE_BYTES + 2;
+  g->chk->lines = calloc(g->chk->num_lines, sizeof(Line));
 }
 void check_group_end(Group *g) {
   if (!g->chk) return;
-  for (u32 k = 0; k < (g->lds_bytes + 7) / 4; k++) free(g->chk->sub[k]);
-  free(g->chk->cells); free(g->chk->sub); free(g->chk);
+  for (u32 k = 0; k < g->chk->num_lines; k++) free(g->chk->lines[k].more);
+  free(g->chk->lines); free(g->chk);
   g->chk = 0;
 }
+struct Use { Wave *w; const Inst *i; u64 address; int write, dma; };
 static int ordered_write(const struct LdsCheck *g, const LdsCell *x) { return x->w_time <= g->known[x->w_flags & 1][x->w_wave]; }
-static void check_cell(Wave *w, const Inst *i, LdsCell *x, u32 address, int write, int dma) {
+static void visit_lds(const Use *u, Segment *s) {
+  Wave *w = u->w;
+  LdsCell *x = &s->lds;
   struct LdsCheck *g = w->group->chk;
   Group *gr = w->group;
-  u32 self = w->idx % MAX_MATES, on = w->machine->detect & DETECT_LDS;
-  if (x->w_time && !(write == 2 && x->w_flags & 2)) {
+  u32 self = w->idx % MAX_MATES, on = w->machine->detect & DETECT_LDS, unordered = 0;
+  u64 address = u->address + (u64)__builtin_ctzll(s->mask);
+  if (x->w_time && ordered_write(g, x)) x->w_time = x->w_inst = x->w_wave = x->w_flags = 0; /* nobody can race with it any more */
+  if (x->w_time && !(u->write == 2 && x->w_flags & 2)) {
     if (x->w_wave != self) {
-      if (on && !ordered_write(g, x)) add_finding(w, i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
-    } else if (x->w_flags & 1 && x->w_time > w->chk->dma_done && !dma && w->machine->detect & DETECT_WAITS) {
-      add_finding(w, i, FOUND_LDS_WAIT, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
+      if (on) add_finding(w, u->i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
+    } else if (x->w_flags & 1 && x->w_time > w->chk->dma_done && !u->dma && w->machine->detect & DETECT_WAITS) {
+      add_finding(w, u->i, FOUND_LDS_WAIT, address, gr->launch->id, gr->flat_id, x->w_wave, x->w_inst, 1);
     }
   }
-  u32 others = x->readers & ~(1u << self);
-  u32 unordered = 0;
-  for (u32 left = others; left; left &= left - 1) if (x->r_time > g->known[0][__builtin_ctz(left)]) unordered |= left & -left;
-  if (write && unordered && on)
-    add_finding(w, i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, (u32)__builtin_ctz(unordered), x->r_inst, 0);
-  if (write) {
-    x->w_time = dma ? w->chk->seq + 1 : g->clock + 1; /* check_issue counts this operation afterwards */
-    x->w_inst = (u32)(i - w->launch->prog);
+  for (u32 left = x->readers & ~(1u << self); left; left &= left - 1) if (x->r_time > g->known[0][__builtin_ctz(left)]) unordered |= left & -left;
+  if (u->write && unordered && on)
+    add_finding(w, u->i, FOUND_LDS_RACE, address, gr->launch->id, gr->flat_id, (u32)__builtin_ctz(unordered), x->r_inst, 0);
+  if (u->write) {
+    x->w_time = u->dma ? w->chk->seq + 1 : g->clock + 1; /* check_issue counts this operation afterwards */
+    x->w_inst = (u32)(u->i - w->launch->prog);
     x->w_wave = (u8)self;
-    x->w_flags = (u8)(dma ? 1 : write == 2 ? 2 : 0);
+    x->w_flags = (u8)(u->dma ? 1 : u->write == 2 ? 2 : 0);
     x->readers = 0;
+    x->r_time = x->r_inst = 0;
   } else {
     x->readers = (u16)((unordered ? x->readers : 0) | 1u << self);
     x->r_time = g->clock + 1;
-    x->r_inst = (u32)(i - w->launch->prog);
+    x->r_inst = (u32)(u->i - w->launch->prog);
   }
 }
-void check_lds(Wave *w, const Inst *i, u32 address, int bytes, int write, int dma) {
+void check_lds(Wave *w, const Inst *i, const u32 *address, u64 exec, int bytes, int write, int dma) {
   struct LdsCheck *g = w->group->chk;
-  for (u32 at = address; at < address + (u32)bytes;) {
-    u32 word = at >> 2, left = address + (u32)bytes - at, part = 4 - (at & 3) < left ? 4 - (at & 3) : left;
-    if (part == 4 && !(g->cells[word].w_flags & 4)) {
-      check_cell(w, i, &g->cells[word], at, write, dma);
-    } else {
-      if (!g->sub[word]) {
-        g->sub[word] = malloc(4 * sizeof(LdsCell));
-        for (int k = 0; k < 4; k++) g->sub[word][k] = g->cells[word];
-        g->cells[word].w_flags |= 4;
-      }
-      for (u32 k = 0; k < part; k++) check_cell(w, i, &g->sub[word][(at & 3) + k], at + k, write, dma);
-    }
-    at += part;
+  Touched list[MAX_TOUCHED];
+  u32 n = 0;
+  u64 mask = bytes_mask(bytes);
+  for (; exec; exec &= exec - 1) {
+    u32 at = address[__builtin_ctzll(exec)], in = at % LINE_BYTES;
+    Line *x = &g->lines[at / LINE_BYTES];
+    if (!x->count) line_reset(x, 0);
+    line_touch(x, at - in, mask << in, list, &n);
+    if (in + (u32)bytes <= LINE_BYTES) continue;
+    if (!x[1].count) line_reset(&x[1], 0);
+    line_touch(&x[1], at - in + LINE_BYTES, mask >> (LINE_BYTES - in), list, &n);
   }
+  Use u = {w, i, 0, write, dma};
+  for (u32 k = 0; k < n; k++) { u.address = list[k].address; line_visit(&u, list[k].line, visit_lds); }
 }

@@ -4,7 +4,7 @@
  * (their waitcnt is done), visible to the device (written back, agent scope), visible to all ranks (system scope). What
  * it knows of other workgroups travels only through flags: a scoped store or atomic publishes, a scoped load acquires. */
 #pragma once
-#include "emu.h"
+#include "shadow.h"
 
 typedef struct Clock { u32 n; u32 *c; } Clock;
 enum { LV_SEEN, LV_PERFORMED, LV_AGENT, LV_SYSTEM, NUM_LEVELS };
@@ -13,7 +13,7 @@ enum { MAX_PENDING = 64 };
 typedef struct {
   u32 counters, seq, inst, lds_time; /* CNT_ bits; own operation number; instruction; time on the LDS clock */
   u16 first[3], count[3];  /* registers it writes */
-  u8 fence_scope;
+  u8 num_writes, fence_scope;
   struct Snapshot *acquired;
   u32 performed_at_issue[MAX_MATES];
 } Pending;
@@ -29,23 +29,18 @@ struct WaveCheck {
   u32 level[NUM_LEVELS][MAX_MATES];
   Clock known, acquired, performed; /* visible; acquired but not yet behind a buffer_inv; performed beyond these */
   u32 acquired_scope;
-  struct Snapshot *pending_load;
+  const Clock *base; /* what its launch knew at its start */
+  struct Snapshot *pending_load, *last_acquired;
 };
 
-typedef struct LdsCell { u32 w_time, w_inst, r_time, r_inst; u16 readers; u8 w_wave, w_flags; } LdsCell; /* flags: 1 a load into LDS, 2 atomic, 4 kept per byte */
 struct LdsCheck {
-  LdsCell *cells;
-  LdsCell **sub; /* per byte, where a dword was written in pieces */
-  u32 clock, known[2][MAX_MATES];
+  Line *lines;
+  u32 num_lines, clock, known[2][MAX_MATES]; /* what every wave had waited for at the last barrier: LDS operations, loads into LDS */
   u32 news; /* some wave learnt something since the last barrier */
 };
 
 typedef struct Snapshot { u32 refs; u32 scope; Clock performed, agent, system; i32 rank; } Snapshot;
-typedef struct { u32 id, clk, inst; } Access;
-enum { NUM_READERS = 4 };
-typedef struct Cell { u32 generation, w_id, w_clk, w_inst; u8 w_scope, w_atomic, split, next; Access readers[NUM_READERS]; } Cell;
-typedef struct ShadowPage { Cell cells[256]; Cell *sub[256]; } ShadowPage;
-typedef struct { u64 address; Snapshot *s; u32 generation; } Flag;
+typedef struct { u64 address; Snapshot *s; } Flag;
 typedef struct { u32 launch, group, wave; i32 rank; u32 first_mate, mates; } WaveInfo;
 typedef struct RaceState {
   u32 generation, num_ids, cap_ids;

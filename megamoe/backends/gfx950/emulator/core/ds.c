@@ -1,44 +1,48 @@
 /* LDS instructions: reads, writes, transposing reads, atomics, and the lane permutes that go through the LDS unit. */
-#include "emu.h"
+#include "vmem.h"
 
-static u8 *at(Wave *w, const Inst *i, u32 address, int lane, int bytes, int write) {
-  Group *g = w->group;
-  if ((u64)address + (u64)bytes > g->lds_bytes) {
-    fault(w, i, FAULT_LDS, address, lane, "LDS %s of %d bytes at %u is outside of the %u bytes of the workgroup", write ? "write" : "read", bytes, address, g->lds_bytes);
-    return 0;
-  }
-  if (w->chk) check_lds(w, i, address, bytes, write, 0);
-  return g->lds + address;
+/* Base of the workgroup's LDS when every lane of `exec` is inside of it, 0 after a fault; shows the access to the detector. */
+u8 *lds_lanes(Wave *w, const Inst *i, const u32 *address, u64 exec, int bytes, int use) {
+  u32 size = w->group->lds_bytes;
+  int l;
+  FOR_ACTIVE(l, exec)
+    if ((u64)address[l] + (u64)bytes > size) {
+      fault(w, i, FAULT_LDS, address[l], l, "LDS %s of %d bytes at %u is outside of the %u bytes of the workgroup", use ? "write" : "read", bytes, address[l], size);
+      return 0;
+    }
+  if (w->chk) check_lds(w, i, address, exec, bytes, use == LDS_LOADED ? 1 : use, use == LDS_LOADED);
+  return w->group->lds;
 }
 static void done(Wave *w, const Inst *i, int write, u64 bytes) {
   w->launch->traffic.lds_bytes[write] += bytes * (u64)__builtin_popcountll(exec_of(w));
   if (write) note_progress(w);
   if (w->chk) check_issue(w, i, CNT_LGKM, write);
 }
-static int read_lanes(Wave *w, const Inst *i, u32 offset, int bytes, u32 (*out)[LANES]) {
+static void lane_offsets(Wave *w, const Inst *i, u32 offset, u32 *out) {
   const u32 *addr = w->v[i->src[0].idx];
+  for (int l = 0; l < LANES; l++) out[l] = addr[l] + offset;
+}
+#define BY_SIZE(bytes, copy) switch (bytes) { case 1: copy(1) break; case 2: copy(2) break; case 4: copy(4) break; case 8: copy(8) break; case 12: copy(12) break; default: copy(16) }
+static inline int read_lanes(Wave *w, const Inst *i, u32 offset, int bytes, u32 (*out)[LANES]) {
+  u32 at[LANES];
   u64 e = exec_of(w);
-  for (int l = 0; l < LANES; l++) {
-    if (!(e >> l & 1)) continue;
-    u8 *p = at(w, i, addr[l] + offset, l, bytes, 0);
-    if (!p) return 0;
-    u32 x[4] = {0};
-    memcpy(x, p, bytes);
-    for (int k = 0; k < (bytes + 3) / 4; k++) out[k][l] = x[k];
-  }
+  int l;
+  lane_offsets(w, i, offset, at);
+  u8 *lds = lds_lanes(w, i, at, e, bytes, LDS_READ);
+  if (!lds) return 0;
+#define READ(n) FOR_ACTIVE(l, e) { u32 x[4] = {0}; memcpy(x, lds + at[l], n); for (int k = 0; k < (n + 3) / 4; k++) out[k][l] = x[k]; }
+  BY_SIZE(bytes, READ)
   return 1;
 }
-static int write_lanes(Wave *w, const Inst *i, u32 offset, int bytes, int data, int shift) {
-  const u32 *addr = w->v[i->src[0].idx];
+static inline int write_lanes(Wave *w, const Inst *i, u32 offset, int bytes, int data, int shift) {
+  u32 at[LANES], (*v)[LANES] = &w->v[i->src[data].idx];
   u64 e = exec_of(w);
-  for (int l = 0; l < LANES; l++) {
-    if (!(e >> l & 1)) continue;
-    u8 *p = at(w, i, addr[l] + offset, l, bytes, 1);
-    if (!p) return 0;
-    u32 x[4];
-    for (int k = 0; k < (bytes + 3) / 4; k++) x[k] = w->v[i->src[data].idx + k][l] >> shift;
-    memcpy(p, x, bytes);
-  }
+  int l;
+  lane_offsets(w, i, offset, at);
+  u8 *lds = lds_lanes(w, i, at, e, bytes, LDS_WRITE);
+  if (!lds) return 0;
+#define WRITE(n) FOR_ACTIVE(l, e) { u32 x[4]; for (int k = 0; k < (n + 3) / 4; k++) x[k] = v[k][l] >> shift; memcpy(lds + at[l], x, n); }
+  BY_SIZE(bytes, WRITE)
   return 1;
 }
 static void keep(Wave *w, const Inst *i, u32 (*out)[LANES], int first, int words) {
@@ -132,13 +136,14 @@ typedef u64 (*Step)(u64 o, u64 d, u64 c);
 ORDERED32(DEF_STEP) ORDERED64(DEF_STEP)
 static u64 step_wrxchg(u64 o, u64 d, u64 c) { (void)o; (void)c; return d; }
 static void atomic(Wave *w, const Inst *i, Step step, int bytes) {
-  u32 out[2][LANES];
+  u32 out[2][LANES], at[LANES];
   u64 e = exec_of(w);
-  for (int l = 0; l < LANES; l++) {
-    if (!(e >> l & 1)) continue;
-    u32 address = w->v[i->src[0].idx][l] + (u32)i->imm;
-    u8 *p = at(w, i, address, l, bytes, 2);
-    if (!p) return;
+  int l;
+  lane_offsets(w, i, (u32)i->imm, at);
+  u8 *lds = lds_lanes(w, i, at, e, bytes, LDS_ATOMIC);
+  if (!lds) return;
+  FOR_ACTIVE(l, e) {
+    u8 *p = lds + at[l];
     u64 o = 0, d = 0, c = 0, n;
     memcpy(&o, p, bytes);
     for (int k = 0; k < bytes / 4; k++) {
@@ -153,26 +158,73 @@ static void atomic(Wave *w, const Inst *i, Step step, int bytes) {
   if (i->dst.kind == K_VGPR) keep(w, i, out, 0, bytes / 4);
   done(w, i, 1, bytes);
 }
-static void half_pair(Wave *w, const Inst *i, int is_half) {
-  u32 out[1][LANES];
-  u64 e = exec_of(w);
-  for (int l = 0; l < LANES; l++) {
-    if (!(e >> l & 1)) continue;
-    u8 *p = at(w, i, w->v[i->src[0].idx][l] + (u32)i->imm, l, 4, 2);
-    if (!p) return;
-    u32 o, d = w->v[i->src[1].idx][l], n;
-    memcpy(&o, p, 4);
-    if (is_half) n = f_to_half(half_to_f(o & 0xffff) + half_to_f(d & 0xffff)) | f_to_half(half_to_f(o >> 16) + half_to_f(d >> 16)) << 16;
-    else n = bf16_of(as_f(o << 16) + as_f(d << 16)) | (u32)bf16_of(as_f(o & 0xffff0000u) + as_f(d & 0xffff0000u)) << 16;
-    memcpy(p, &n, 4);
-    out[0][l] = o;
-  }
-  if (i->dst.kind == K_VGPR) keep(w, i, out, 0, 1);
+static u64 step_pk_f16(u64 o, u64 d, u64 c) {
+  (void)c;
+  return f_to_half(half_to_f(o & 0xffff) + half_to_f(d & 0xffff)) | f_to_half(half_to_f((u32)o >> 16) + half_to_f((u32)d >> 16)) << 16;
+}
+static u64 step_pk_bf16(u64 o, u64 d, u64 c) {
+  (void)c;
+  return bf16_of(as_f((u32)o << 16) + as_f((u32)d << 16)) | (u32)bf16_of(as_f((u32)o & 0xffff0000u) + as_f((u32)d & 0xffff0000u)) << 16;
+}
+/* One word a wave: the number of active lanes is added or taken away, every lane gets the old value. M0 has the base. */
+static void counter(Wave *w, const Inst *i, int sign) {
+  u32 at[LANES], out[1][LANES], old;
+  u64 e = exec_of(w), one = e & -e;
+  if (!e) return;
+  for (int l = 0; l < LANES; l++) at[l] = (w->s[SG_M0] & 0xffff) + (u32)i->imm;
+  u8 *lds = lds_lanes(w, i, at, one, 4, LDS_ATOMIC);
+  if (!lds) return;
+  memcpy(&old, lds + at[0], 4);
+  u32 new = old + (u32)(sign * __builtin_popcountll(e));
+  memcpy(lds + at[0], &new, 4);
+  for (int l = 0; l < LANES; l++) out[0][l] = old;
+  keep(w, i, out, 0, 1);
+  w->launch->traffic.lds_bytes[1] += 4;
+  note_progress(w);
+  if (w->chk) check_issue(w, i, CNT_LGKM, 1);
+}
+static void op_ds_append(Wave *w, const Inst *i) { counter(w, i, 1); }
+static void op_ds_consume(Wave *w, const Inst *i) { counter(w, i, -1); }
+/* Lane k's word is at M0 + offset + 4 * k. */
+static void own_addresses(Wave *w, const Inst *i, u32 *at) { for (int l = 0; l < LANES; l++) at[l] = (w->s[SG_M0] & 0xffff) + (u32)i->imm + 4 * (u32)l; }
+static void op_ds_read_addtid_b32(Wave *w, const Inst *i) {
+  u32 at[LANES], out[1][LANES];
+  int l;
+  own_addresses(w, i, at);
+  u8 *lds = lds_lanes(w, i, at, exec_of(w), 4, LDS_READ);
+  if (!lds) return;
+  FOR_ACTIVE(l, exec_of(w)) memcpy(&out[0][l], lds + at[l], 4);
+  keep(w, i, out, 0, 1);
+  done(w, i, 0, 4);
+}
+static void op_ds_write_addtid_b32(Wave *w, const Inst *i) {
+  u32 at[LANES];
+  int l;
+  own_addresses(w, i, at);
+  u8 *lds = lds_lanes(w, i, at, exec_of(w), 4, LDS_WRITE);
+  if (!lds) return;
+  FOR_ACTIVE(l, exec_of(w)) memcpy(lds + at[l], &w->v[i->src[0].idx][l], 4);
   done(w, i, 1, 4);
 }
-#define PAIR_LIST(X) X(ds_pk_add_f16, 1) X(ds_pk_add_rtn_f16, 1) X(ds_pk_add_bf16, 0) X(ds_pk_add_rtn_bf16, 0)
-#define DEF_PAIR(name, h) static void op_##name(Wave *w, const Inst *i) { half_pair(w, i, h); }
-PAIR_LIST(DEF_PAIR)
+/* Two exchanges at two offsets. */
+static void exchange2(Wave *w, const Inst *i, int bytes, u32 unit) {
+  u32 at[LANES], out[2][2][LANES];
+  u64 e = exec_of(w);
+  int l;
+  for (int h = 0; h < 2; h++) {
+    lane_offsets(w, i, (u32)(h ? i->imm1 : i->imm) * unit, at);
+    u8 *lds = lds_lanes(w, i, at, e, bytes, LDS_ATOMIC);
+    if (!lds) return;
+    FOR_ACTIVE(l, e)
+      for (int k = 0; k < bytes / 4; k++) { memcpy(&out[h][k][l], lds + at[l] + 4 * k, 4); memcpy(lds + at[l] + 4 * k, &w->v[i->src[1 + h].idx + k][l], 4); }
+  }
+  for (int h = 0; h < 2; h++) keep(w, i, out[h], h * bytes / 4, bytes / 4);
+  done(w, i, 1, 2 * (u64)bytes);
+}
+#define EXCHANGE2_LIST(X) X(ds_wrxchg2_rtn_b32, 4, 4) X(ds_wrxchg2_rtn_b64, 8, 8) X(ds_wrxchg2st64_rtn_b32, 4, 256) X(ds_wrxchg2st64_rtn_b64, 8, 512)
+#define DEF_EXCHANGE2(name, b, unit) static void op_##name(Wave *w, const Inst *i) { exchange2(w, i, b, unit); }
+EXCHANGE2_LIST(DEF_EXCHANGE2)
+static u64 step_wrap(u64 o, u64 d, u64 c) { return o >= d ? o - d : o + c; }
 /* The returning form has `_rtn` before its type, so each operation is listed with both names. */
 #define BOTH(X, op, type, b) X(ds_##op##_##type, op##_##type, b) X(ds_##op##_rtn_##type, op##_##type, b)
 #define ATOMIC_LIST(X) \
@@ -180,9 +232,10 @@ PAIR_LIST(DEF_PAIR)
   BOTH(X, max, u32, 4) BOTH(X, and, b32, 4) BOTH(X, or, b32, 4) BOTH(X, xor, b32, 4) BOTH(X, mskor, b32, 4) BOTH(X, min, f32, 4) BOTH(X, max, f32, 4) BOTH(X, add, f32, 4) \
   BOTH(X, cmpst, b32, 4) BOTH(X, cmpst, f32, 4) BOTH(X, add, u64, 8) BOTH(X, sub, u64, 8) BOTH(X, rsub, u64, 8) BOTH(X, inc, u64, 8) BOTH(X, dec, u64, 8) BOTH(X, min, i64, 8) \
   BOTH(X, max, i64, 8) BOTH(X, min, u64, 8) BOTH(X, max, u64, 8) BOTH(X, and, b64, 8) BOTH(X, or, b64, 8) BOTH(X, xor, b64, 8) BOTH(X, mskor, b64, 8) BOTH(X, min, f64, 8) \
-  BOTH(X, max, f64, 8) BOTH(X, add, f64, 8) BOTH(X, cmpst, b64, 8) BOTH(X, cmpst, f64, 8) X(ds_wrxchg_rtn_b32, wrxchg, 4) X(ds_wrxchg_rtn_b64, wrxchg, 8)
+  BOTH(X, max, f64, 8) BOTH(X, add, f64, 8) BOTH(X, cmpst, b64, 8) BOTH(X, cmpst, f64, 8) X(ds_wrxchg_rtn_b32, wrxchg, 4) X(ds_wrxchg_rtn_b64, wrxchg, 8) \
+  X(ds_wrap_rtn_b32, wrap, 4) X(ds_pk_add_f16, pk_f16, 4) X(ds_pk_add_rtn_f16, pk_f16, 4) X(ds_pk_add_bf16, pk_bf16, 4) X(ds_pk_add_rtn_bf16, pk_bf16, 4)
 #define DEF_ATOMIC(name, step, b) static void op_##name(Wave *w, const Inst *i) { atomic(w, i, step_##step, b); }
 ATOMIC_LIST(DEF_ATOMIC)
 
-const OpEntry ds_ops[] = {READ_LIST(ENTRY) SMALL_LIST(ENTRY) READ2_LIST(ENTRY) WRITE_LIST(ENTRY) WRITE2_LIST(ENTRY) TR_LIST(ENTRY) PAIR_LIST(ENTRY) ATOMIC_LIST(ENTRY)
-  ENTRY(ds_bpermute_b32) ENTRY(ds_permute_b32) ENTRY(ds_swizzle_b32) ENTRY(ds_nop) {0, 0}};
+const OpEntry ds_ops[] = {READ_LIST(ENTRY) SMALL_LIST(ENTRY) READ2_LIST(ENTRY) WRITE_LIST(ENTRY) WRITE2_LIST(ENTRY) TR_LIST(ENTRY) ATOMIC_LIST(ENTRY) EXCHANGE2_LIST(ENTRY)
+  ENTRY(ds_append) ENTRY(ds_consume) ENTRY(ds_read_addtid_b32) ENTRY(ds_write_addtid_b32) ENTRY(ds_bpermute_b32) ENTRY(ds_permute_b32) ENTRY(ds_swizzle_b32) ENTRY(ds_nop) {0, 0}};

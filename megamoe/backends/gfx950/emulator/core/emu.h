@@ -5,6 +5,7 @@
  * when the detectors are off. */
 #pragma once
 #include <math.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -68,6 +69,7 @@ struct Wave {
   u64 pc, executed, polls, poll_change, parked_change, poll_addr, poll_value, poll_pc;
   struct { u64 addr, value, pc; } seen[32]; /* recent loads: an equal one again is a poll */
   u8 *scratch;
+  Alloc *span; /* the allocation that held all lanes of the last access, if one did */
   Group *group;
   Launch *launch;
   Machine *machine;
@@ -128,6 +130,8 @@ struct Machine {
   u32 num_findings, num_live, quiet, next_pick;
   u64 num_findings_total, picks_at, picks, last_change;
   struct RaceState *races;
+  pthread_mutex_t race_lock; /* the history of global memory, while several workers run */
+  u32 shared;
 };
 
 enum { DETECT_WAITS = 1, DETECT_LDS = 2, DETECT_GLOBAL = 4 };
@@ -212,14 +216,16 @@ int check_lanes(Wave *w, const Inst *i, const u64 *addr, u64 exec, int bytes, in
 void count_traffic(Wave *w, const Inst *i, const u64 *addr, u64 exec, int bytes, int what);
 void note_progress(Wave *w);
 void note_poll(Wave *w, const Inst *i, u64 address, u64 value);
+enum { LDS_READ, LDS_WRITE, LDS_ATOMIC, LDS_LOADED };
+u8 *lds_lanes(Wave *w, const Inst *i, const u32 *address, u64 exec, int bytes, int use);
 void *scratch_at(Wave *w, const Inst *i, u32 offset, int lane, int bytes);
 
 /* Detectors (check.c, race.c): called only when w->chk is set. */
 void check_registers(Wave *w, const Inst *i);
 void check_issue(Wave *w, const Inst *i, int counters, int is_store);
 void check_wait(Wave *w, u32 simm);
-void check_lds(Wave *w, const Inst *i, u32 address, int bytes, int write, int dma);
-void check_global(Wave *w, const Inst *i, u64 address, int bytes, int write, int atomic, int scope);
+void check_lds(Wave *w, const Inst *i, const u32 *address, u64 exec, int bytes, int write, int dma);
+void check_global(Wave *w, const Inst *i, const u64 *address, u64 exec, int bytes, int write, int atomic, int scope);
 void check_fence(Wave *w, const Inst *i, int release, int scope);
 void check_barrier(Group *g);
 void check_wave_start(Wave *w);
@@ -230,6 +236,9 @@ void check_group_start(Group *g);
 void check_group_end(Group *g);
 void check_quiet(Machine *m);
 enum { CNT_VM = 1, CNT_LGKM = 2, CNT_SMEM = 4, CNT_LDS_DMA = 8, CNT_FENCE_REL = 16, CNT_FENCE_ACQ = 32 };
+
+static inline void race_enter(Wave *w) { if (w->machine->shared && w->chk) pthread_mutex_lock(&w->machine->race_lock); }
+static inline void race_leave(Wave *w) { if (w->machine->shared && w->chk) pthread_mutex_unlock(&w->machine->race_lock); }
 
 /* Handlers are found by name. */
 typedef struct { const char *name; Handler fn; } OpEntry;

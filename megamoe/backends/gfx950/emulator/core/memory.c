@@ -59,11 +59,12 @@ static int allowed(Wave *w, const Inst *i, Alloc *a, u64 address, int lane, int 
 /* Whether every active lane may access `bytes` at its address; reports the first one that may not. */
 int check_lanes(Wave *w, const Inst *i, const u64 *addr, u64 exec, int bytes, int write) {
   u64 low = ~(u64)0, high = 0;
-  for (int l = 0; l < LANES && exec >> l; l++)
-    if (exec >> l & 1) { if (addr[l] < low) low = addr[l]; if (addr[l] > high) high = addr[l]; }
-  if (low > high) return 1;
+  w->span = 0;
+  if (exec == ~(u64)0) for (int l = 0; l < LANES; l++) { low = addr[l] < low ? addr[l] : low; high = addr[l] > high ? addr[l] : high; }
+  else for (u64 left = exec; left; left &= left - 1) { u64 at = addr[__builtin_ctzll(left)]; if (at < low) low = at; if (at > high) high = at; }
+  if (!exec) return 1;
   Alloc *a = cached_alloc(w, low, high + bytes);
-  if (a) return allowed(w, i, a, low, -1, write);
+  if (a) { w->span = a; return allowed(w, i, a, low, -1, write); }
   for (int l = 0; l < LANES; l++) {
     if (!(exec >> l & 1)) continue;
     a = find_alloc(w->machine, addr[l]);
@@ -84,6 +85,12 @@ void count_traffic(Wave *w, const Inst *i, const u64 *addr, u64 exec, int bytes,
   Alloc *a = 0;
   u64 *row = 0, sum = 0, remote = 0;
   int k = width_class(bytes);
+  if (w->span) { /* as nearly always, one allocation holds all lanes */
+    sum = (u64)bytes * (u64)__builtin_popcountll(exec);
+    t->bytes[what][w->span->klass % NUM_CLASSES][k] += sum;
+    if (w->span->rank >= 0 && w->span->rank != w->launch->rank) t->remote_bytes[what] += sum;
+    return;
+  }
   for (int l = 0; l < LANES; l++) {
     if (!(exec >> l & 1)) continue;
     if (!a || addr[l] < a->base || addr[l] >= a->base + a->size) {

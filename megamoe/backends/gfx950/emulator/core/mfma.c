@@ -8,15 +8,17 @@
 enum { T_F32, T_F16, T_BF16, T_I8, T_FP8, T_BF8, T_FP6, T_BF6, T_FP4 };
 typedef struct { float k[128][32] __attribute__((aligned(64))); } Tile;
 
-static float table8[2][256];
-static void make_tables(void) {
-  if (table8[0][1] != 0) return;
-  for (u32 x = 0; x < 256; x++) { table8[1][x] = bf8_to_f(x); table8[0][x] = fp8_to_f(x); }
-}
-static inline float e4m3(u32 x) { /* without the table, so that a row is vector code */
+/* Small formats as floats without tables, so that a row of lanes is vector code. */
+static inline float e4m3(u32 x) {
   u32 mag = x & 0x7f;
   float f = mag < 8 ? (float)(i32)mag * 0x1p-9f : as_f((mag << 20) + (120u << 23));
   f = mag == 0x7f ? as_f(0x7fc00000u) : f;
+  return as_f(as_u(f) | (x & 0x80) << 24);
+}
+static inline float e5m2(u32 x) {
+  u32 mag = x & 0x7f;
+  float f = mag < 4 ? (float)(i32)mag * 0x1p-16f : as_f((mag << 21) + (112u << 23));
+  f = mag >= 0x7c ? as_f(0x7f800000u | (mag & 3) << 21) : f;
   return as_f(as_u(f) | (x & 0x80) << 24);
 }
 static inline float e2m1(u32 x) {
@@ -24,31 +26,50 @@ static inline float e2m1(u32 x) {
   float f = mag < 2 ? (float)(i32)mag * 0.5f : as_f((mag << 22) + (126u << 23));
   return as_f(as_u(f) | (x & 8) << 28);
 }
-static inline u32 six_bits(Wave *w, u32 row, int lane, int e) {
-  int bit = 6 * e, word = bit >> 5, at = bit & 31;
-  u64 x = w->v[row + word][lane];
-  if (at > 26) x |= (u64)w->v[row + word + 1][lane] << 32;
-  return (u32)(x >> at) & 63;
+static inline float e2m3(u32 x) {
+  u32 mag = x & 31;
+  float f = mag < 8 ? (float)(i32)mag * 0.125f : as_f((mag << 20) + (126u << 23));
+  return as_f(as_u(f) | (x & 32) << 26);
 }
-/* Element e of `count` lanes from lane `first` on, as floats. */
-static void element(Wave *w, u32 row, int type, int e, int first, int count, float *out) {
-  const u32 *r;
+static inline float e3m2(u32 x) {
+  u32 mag = x & 31;
+  float f = mag < 4 ? (float)(i32)mag * 0.0625f : as_f((mag << 21) + (124u << 23));
+  return as_f(as_u(f) | (x & 32) << 26);
+}
+/* Element e of every lane as a float. */
+#define EACH(value) for (int l = 0; l < LANES; l++) { u32 x = r[l]; (void)x; out[l] = (value); } break
+static void element(Wave *w, u32 row, int type, int e, float *restrict out) {
+  int bits = type == T_F32 ? 32 : type <= T_BF16 ? 16 : type <= T_BF8 ? 8 : type == T_FP4 ? 4 : 6;
+  int bit = bits * e, at = bit & 31;
+  const u32 *restrict r = w->v[row + (bit >> 5)];
+  u32 both[LANES];
+  if (bits == 6) { /* may lie across two registers */
+    const u32 *next = at > 26 ? r + LANES : r;
+    for (int l = 0; l < LANES; l++) both[l] = (u32)((r[l] | (u64)next[l] << 32) >> at) & 63;
+    r = both;
+  }
   switch (type) {
-    case T_F32: r = w->v[row + e] + first; for (int l = 0; l < count; l++) out[l] = as_f(r[l]); break;
-    case T_F16: r = w->v[row + e / 2] + first; for (int l = 0; l < count; l++) out[l] = half_to_f(r[l] >> 16 * (e & 1) & 0xffff); break;
-    case T_BF16: r = w->v[row + e / 2] + first; if (e & 1) for (int l = 0; l < count; l++) out[l] = as_f(r[l] & 0xffff0000u);
-      else for (int l = 0; l < count; l++) out[l] = as_f(r[l] << 16); break;
-    case T_I8: r = w->v[row + e / 4] + first; for (int l = 0; l < count; l++) out[l] = (float)(int8_t)(r[l] >> 8 * (e & 3)); break;
-    case T_FP8: r = w->v[row + e / 4] + first; for (int l = 0; l < count; l++) out[l] = e4m3(r[l] >> 8 * (e & 3) & 255); break;
-    case T_BF8: r = w->v[row + e / 4] + first; for (int l = 0; l < count; l++) out[l] = table8[1][r[l] >> 8 * (e & 3) & 255]; break;
-    case T_FP4: r = w->v[row + e / 8] + first; for (int l = 0; l < count; l++) out[l] = e2m1(r[l] >> 4 * (e & 7) & 15); break;
-    case T_FP6: for (int l = 0; l < count; l++) out[l] = fp6_to_f(six_bits(w, row, first + l, e)); break;
-    case T_BF6: for (int l = 0; l < count; l++) out[l] = bf6_to_f(six_bits(w, row, first + l, e)); break;
+    case T_F32: EACH(as_f(x));
+    case T_F16: EACH(half_to_f(x >> at & 0xffff));
+    case T_BF16: EACH(as_f(x >> at << 16));
+    case T_I8: EACH((float)(int8_t)(x >> at));
+    case T_FP8: EACH(e4m3(x >> at));
+    case T_BF8: EACH(e5m2(x >> at));
+    case T_FP4: EACH(e2m1(x >> at));
+    case T_FP6: EACH(e2m3(x));
+    case T_BF6: EACH(e3m2(x));
   }
 }
+/* Depth `k` of the tile from the lanes of group g. */
+static inline void put_row(Tile *t, int k, const float *lanes, int size) { memcpy(t->k[k], lanes, 4 * (size_t)size); }
 typedef float V __attribute__((vector_size(64), aligned(4)));
 /* acc[m][n] += sum over k of a[k][m] * b[k][n], n = 16 or 32 lanes wide; eight accumulators stay in registers. */
-static void multiply16(float (*acc)[32], const Tile *a, const Tile *b, int depth) {
+#if defined(__GNUC__) && !defined(__clang__)
+#define FUSED __attribute__((optimize("fp-contract=fast"))) /* a product is exact before it is added, as in the matrix unit */
+#else
+#define FUSED
+#endif
+static FUSED void multiply16(float (*acc)[32], const Tile *a, const Tile *b, int depth) {
   for (int m0 = 0; m0 < 16; m0 += 8) {
     V s[8];
     for (int m = 0; m < 8; m++) s[m] = *(const V *)acc[m0 + m];
@@ -59,7 +80,7 @@ static void multiply16(float (*acc)[32], const Tile *a, const Tile *b, int depth
     for (int m = 0; m < 8; m++) *(V *)acc[m0 + m] = s[m];
   }
 }
-static void multiply32(float (*acc)[32], const Tile *a, const Tile *b, int depth) {
+static FUSED void multiply32(float (*acc)[32], const Tile *a, const Tile *b, int depth) {
   for (int m0 = 0; m0 < 32; m0 += 4) {
     V s[4][2];
     for (int m = 0; m < 4; m++) for (int h = 0; h < 2; h++) s[m][h] = *(const V *)&acc[m0 + m][16 * h];
@@ -88,12 +109,15 @@ static void square(Wave *w, const Inst *i, int size, int each, int ta, int tb, i
   u32 out[16][LANES];
   int groups = LANES / size, regs = size * size / LANES;
   unsigned old = denormals_on();
-  make_tables();
-  for (int g = 0; g < groups; g++)
-    for (int e = 0; e < each; e++) {
-      element(w, i->src[0].idx, ta, e, g * size, size, a.k[g * each + e]);
-      element(w, i->src[1].idx, tb, e, g * size, size, b.k[g * each + e]);
+  float lanes[2][LANES];
+  for (int e = 0; e < each; e++) {
+    element(w, i->src[0].idx, ta, e, lanes[0]);
+    element(w, i->src[1].idx, tb, e, lanes[1]);
+    for (int g = 0; g < groups; g++) {
+      put_row(&a, g * each + e, lanes[0] + g * size, size);
+      put_row(&b, g * each + e, lanes[1] + g * size, size);
     }
+  }
   memset(acc, 0, sizeof acc);
   if (!is_int)
     for (int r = 0; r < regs; r++)
@@ -125,7 +149,7 @@ static void blocks(Wave *w, const Inst *i, int size, int each, int type, int is_
   float a[16][LANES], b[16][LANES];
   u32 out[32][LANES];
   unsigned old = denormals_on();
-  for (int e = 0; e < each; e++) { element(w, i->src[0].idx, type, e, 0, LANES, a[e]); element(w, i->src[1].idx, type, e, 0, LANES, b[e]); }
+  for (int e = 0; e < each; e++) { element(w, i->src[0].idx, type, e, a[e]); element(w, i->src[1].idx, type, e, b[e]); }
   int num = size == 4 ? 1 : count;
   for (int block = 0; block < num; block++)
     for (int r = 0; r < regs; r++)
@@ -145,21 +169,24 @@ static void blocks(Wave *w, const Inst *i, int size, int each, int type, int is_
 static const int FORMATS[5] = {T_FP8, T_BF8, T_FP6, T_BF6, T_FP4};
 static void unpack_f8f6f4(Wave *w, u32 row, int format, int size, Tile *t) {
   int groups = LANES / size, half = 16 * groups;
-  for (int g = 0; g < groups; g++)
-    for (int e = 0; e < 32; e++) {
-      int k = format > 1 ? 32 * g + e : e < 16 ? 16 * g + e : half + 16 * g + e - 16;
-      element(w, row, FORMATS[format], e, g * size, size, t->k[k]);
-    }
+  float lanes[LANES];
+  for (int e = 0; e < 32; e++) {
+    element(w, row, FORMATS[format], e, lanes);
+    for (int g = 0; g < groups; g++) put_row(t, format > 1 ? 32 * g + e : e < 16 ? 16 * g + e : half + 16 * g + e - 16, lanes + g * size, size);
+  }
 }
+/* The scale of depths 32g..32g+31 comes from lane group g. */
 static void apply_scale(Wave *w, const Inst *i, int k, int size, Tile *t) {
   u32 buffer[LANES];
   const u32 *s = source_row(w, i, 3 + k, 0, buffer, 0);
   int at = 8 * ((i->opsel >> k & 1) | (i->opsel_hi >> k & 1) << 1);
-  for (int g = 0; g < LANES / size; g++) {
-    float f[32];
-    for (int l = 0; l < size; l++) { u32 e = s[g * size + l] >> at & 255; f[l] = e == 255 ? NAN : e ? as_f(e << 23) : 0x1p-127f; }
-    for (int e = 0; e < 32; e++) for (int l = 0; l < size; l++) t->k[32 * g + e][l] *= f[l];
-  }
+  float f[LANES];
+  for (int l = 0; l < LANES; l++) { u32 e = s[l] >> at & 255; f[l] = e == 255 ? NAN : e ? as_f(e << 23) : 0x1p-127f; }
+  for (int g = 0; g < LANES / size; g++)
+    for (int h = 0; h < size; h += 16) {
+      V scale = *(const V *)(f + g * size + h);
+      for (int e = 0; e < 32; e++) *(V *)&t->k[32 * g + e][h] *= scale;
+    }
 }
 static void mixed(Wave *w, const Inst *i, int size, int scaled) {
   static __thread Tile a, b;
@@ -167,7 +194,6 @@ static void mixed(Wave *w, const Inst *i, int size, int scaled) {
   u32 out[16][LANES];
   int groups = LANES / size, regs = size * size / LANES;
   unsigned old = denormals_on();
-  make_tables();
   unpack_f8f6f4(w, i->src[0].idx, i->cbsz, size, &a);
   unpack_f8f6f4(w, i->src[1].idx, i->blgp, size, &b);
   if (scaled) { apply_scale(w, i, 0, size, &a); apply_scale(w, i, 1, size, &b); }

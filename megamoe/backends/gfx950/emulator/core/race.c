@@ -7,31 +7,7 @@
  * rank, ranks need system scope. Inside a workgroup the barrier orders what was issued. */
 #include "check.h"
 
-void clock_set(Clock *a, u32 id, u32 value) {
-  if (id >= a->n) {
-    u32 n = (id + 64) / 64 * 64;
-    a->c = realloc(a->c, 4 * n);
-    memset(a->c + a->n, 0, 4 * (n - a->n));
-    a->n = n;
-  }
-  if (a->c[id] < value) a->c[id] = value;
-}
-void clock_join(Clock *a, const Clock *b) {
-  if (b->n > a->n) clock_set(a, b->n - 1, 0);
-  for (u32 k = 0; k < b->n; k++) a->c[k] = a->c[k] > b->c[k] ? a->c[k] : b->c[k];
-}
-void clock_copy(Clock *a, const Clock *b) {
-  a->c = realloc(a->c, 4 * b->n + 4);
-  memcpy(a->c, b->c, 4 * b->n);
-  a->n = b->n;
-}
-void clock_free(Clock *a) { free(a->c); a->c = 0; a->n = 0; }
-void snapshot_drop(Snapshot *s) {
-  if (!s || --s->refs) return;
-  clock_free(&s->performed); clock_free(&s->agent); clock_free(&s->system);
-  free(s);
-}
-
+static u64 shadow_pages(const Alloc *a) { return (a->size + LINE_BYTES * LINES_PER_PAGE - 1) / (LINE_BYTES * LINES_PER_PAGE); }
 static RaceState *state(Machine *m) { if (!m->races) { m->races = calloc(1, sizeof(RaceState)); m->races->generation = 1; } return m->races; }
 
 /* Launches: clock[0] is what every wave knows at its start, clock[1] gathers what is known at its end. */
@@ -41,7 +17,10 @@ void check_launch_start(Machine *m, Launch *l) {
   for (u32 k = 0; k < m->num_launches && k < l->id; k++) /* what the host saw done when it queued this launch */
     if (m->launches[k]->done && m->launches[k]->clock && m->launches[k]->done_before <= l->id) clock_join(&l->clock[0], &m->launches[k]->clock[1]);
 }
-void check_launch_end(Machine *m, Launch *l) { l->done_before = m->num_launches; }
+void check_launch_end(Machine *m, Launch *l) {
+  if (l->clock) clock_join(&l->clock[1], &l->clock[0]); /* its waves kept only what they learnt beyond it */
+  l->done_before = m->num_launches;
+}
 void check_wave_start(Wave *w) {
   Machine *m = w->machine;
   RaceState *r = state(m);
@@ -51,7 +30,7 @@ void check_wave_start(Wave *w) {
   c->slot = w->idx % MAX_MATES;
   if (!w->idx) w->group->first_wave_id = c->id;
   r->ids[c->id] = (WaveInfo){w->launch->id, w->group->flat_id, w->idx, w->launch->rank, w->group->first_wave_id, w->group->num_waves};
-  if (w->launch->clock) clock_copy(&c->known, &w->launch->clock[0]);
+  c->base = w->launch->clock ? &w->launch->clock[0] : 0;
 }
 void check_wave_end(Wave *w) {
   WaveCheck *c = w->chk;
@@ -61,6 +40,7 @@ void check_wave_end(Wave *w) {
   clock_set(&l->clock[1], c->id, ~0u);
   for (int q = 0; q < 2; q++) for (u32 k = 0; k < c->size[q]; k++) snapshot_drop(c->queue[q][(c->head[q] + k) % MAX_PENDING].acquired);
   snapshot_drop(c->pending_load);
+  snapshot_drop(c->last_acquired);
   clock_free(&c->known); clock_free(&c->acquired); clock_free(&c->performed);
   free(c);
   w->chk = 0;
@@ -84,9 +64,9 @@ void check_free(Machine *m) {
 }
 void free_shadow(Alloc *a) {
   if (!a->pages) return;
-  for (u64 p = 0; p < (a->size + 1027) / 1024; p++) {
+  for (u64 p = 0; p < shadow_pages(a); p++) {
     if (!a->pages[p]) continue;
-    for (int k = 0; k < 256; k++) free(a->pages[p]->sub[k]);
+    for (int k = 0; k < LINES_PER_PAGE; k++) free(a->pages[p]->lines[k].more);
     free(a->pages[p]);
   }
   free(a->pages);
@@ -113,55 +93,63 @@ static void with_mates(Clock *a, const Wave *w, int level) {
   const WaveCheck *c = w->chk;
   for (u32 k = 0; k < w->group->num_waves && k < MAX_MATES; k++) if (c->level[level][k]) clock_set(a, w->group->first_wave_id + k, c->level[level][k]);
 }
-static void publish(Wave *w, u64 address, int scope, int rmw) {
-  Flag *f = flag_of(state(w->machine), address & ~(u64)3, 1);
-  Snapshot *old = f->s, *s = calloc(1, sizeof *s);
+/* What this wave may pass on with a store of `scope`. */
+static Snapshot *snapshot_of(Wave *w, int scope) {
+  Snapshot *s = calloc(1, sizeof *s);
   WaveCheck *c = w->chk;
   s->refs = 1;
-  s->scope = (u32)scope;
   s->rank = w->launch->rank;
-  clock_copy(&s->performed, &c->known);
+  clock_copy(&s->agent, &c->known);
+  if (c->base) clock_join(&s->agent, c->base);
+  clock_copy(&s->performed, &s->agent);
+  if (scope == SCOPE_SYSTEM) { clock_copy(&s->system, &s->agent); with_mates(&s->system, w, LV_SYSTEM); }
+  with_mates(&s->agent, w, LV_AGENT);
   clock_join(&s->performed, &c->acquired);
   clock_join(&s->performed, &c->performed);
   with_mates(&s->performed, w, LV_PERFORMED);
-  clock_copy(&s->agent, &c->known);
-  with_mates(&s->agent, w, LV_AGENT);
-  if (scope == SCOPE_SYSTEM) { clock_copy(&s->system, &c->known); with_mates(&s->system, w, LV_SYSTEM); }
-  if (rmw && old) {
-    clock_join(&s->performed, &old->performed);
-    clock_join(&s->agent, &old->agent);
-    clock_join(&s->system, &old->system);
-    if (old->rank != s->rank) s->rank = -2;
-  }
+  return s;
+}
+static Snapshot *joined(const Snapshot *a, const Snapshot *b) {
+  Snapshot *s = calloc(1, sizeof *s);
+  s->refs = 1;
+  s->rank = a->rank == b->rank ? a->rank : -2;
+  const Snapshot *from[2] = {a, b};
+  for (int k = 0; k < 2; k++) { clock_join(&s->performed, &from[k]->performed); clock_join(&s->agent, &from[k]->agent); clock_join(&s->system, &from[k]->system); }
+  return s;
+}
+/* A plain store starts a new history of the flag, a read-modify-write goes on with the old one. */
+static void publish(Wave *w, u64 address, Snapshot *own, int rmw) {
+  Flag *f = flag_of(state(w->machine), address, 1);
+  Snapshot *old = f->s;
+  if (rmw && old) f->s = joined(own, old);
+  else { f->s = own; __atomic_add_fetch(&own->refs, 1, __ATOMIC_RELAXED); }
   snapshot_drop(old);
-  f->s = s;
 }
 static void acquire(Wave *w, u64 address) {
-  Flag *f = flag_of(state(w->machine), address & ~(u64)3, 0);
+  Flag *f = flag_of(state(w->machine), address, 0);
   if (!f || !f->address || !f->s) return;
   WaveCheck *c = w->chk;
-  if (!c->pending_load) { c->pending_load = f->s; f->s->refs++; return; }
   if (c->pending_load == f->s) return;
-  Snapshot *s = calloc(1, sizeof *s); /* one load instruction read several flags */
-  s->refs = 1;
-  s->rank = c->pending_load->rank == f->s->rank ? f->s->rank : -2;
-  const Snapshot *from[2] = {c->pending_load, f->s};
-  for (int k = 0; k < 2; k++) { clock_join(&s->performed, &from[k]->performed); clock_join(&s->agent, &from[k]->agent); clock_join(&s->system, &from[k]->system); }
-  snapshot_drop(c->pending_load);
-  c->pending_load = s;
+  Snapshot *old = c->pending_load;
+  if (old) { c->pending_load = joined(old, f->s); snapshot_drop(old); return; } /* one load instruction read several flags */
+  c->pending_load = f->s;
+  __atomic_add_fetch(&f->s->refs, 1, __ATOMIC_RELAXED);
 }
 /* A memory operation of this wave is complete: its waitcnt is done. */
 void race_complete(Wave *w, Pending *p) {
   WaveCheck *c = w->chk;
   if (c->level[LV_PERFORMED][c->slot] < p->seq) c->level[LV_PERFORMED][c->slot] = p->seq;
-  if (p->acquired) {
-    const Snapshot *s = p->acquired;
+  if (p->acquired && p->acquired != c->last_acquired) { /* a poll that sees the same store again teaches nothing */
+    Snapshot *s = p->acquired;
     int same = s->rank == w->launch->rank;
     clock_join(&c->performed, &s->performed);
     clock_join(&c->acquired, same ? &s->agent : &s->system);
     u32 need = same ? SCOPE_AGENT : SCOPE_SYSTEM;
     if (c->acquired_scope < need) c->acquired_scope = need;
     w->group->chk->news = 1;
+    snapshot_drop(c->last_acquired);
+    c->last_acquired = s;
+    p->acquired = 0; /* the reference moves */
   }
   if (p->counters & CNT_FENCE_REL && p->fence_scope >= SCOPE_AGENT)
     for (int level = LV_AGENT; level <= (p->fence_scope == SCOPE_SYSTEM ? LV_SYSTEM : LV_AGENT); level++)
@@ -207,8 +195,8 @@ void check_barrier(Group *g) {
   lds->news = 0;
 }
 
-/* One access against the history of its cell. */
-typedef struct { Wave *w; const Inst *i; u64 address; int write, sync, scope; } Use;
+/* One access against the history of some bytes. */
+struct Use { Wave *w; const Inst *i; u64 address; int write, sync, scope; };
 static int needed_scope(const Wave *w, const WaveInfo *o, u32 id) {
   if (id - w->group->first_wave_id < w->group->num_waves) return SCOPE_GROUP;
   return o->rank == w->launch->rank ? SCOPE_AGENT : SCOPE_SYSTEM;
@@ -216,22 +204,23 @@ static int needed_scope(const Wave *w, const WaveInfo *o, u32 id) {
 static int knows(const Use *u, const Cell *x, u32 id, u32 clk, int is_read, int need) {
   const WaveCheck *c = u->w->chk;
   if (need == SCOPE_GROUP) return c->level[LV_SEEN][id - u->w->group->first_wave_id] >= clk;
-  u32 k = clock_get(&c->known, id);
-  if (k < clk && (is_read || u->write || u->scope >= need)) k = clock_get(&c->acquired, id);
-  if (k < clk && (is_read || x->w_scope >= need)) k = clock_get(&c->performed, id);
-  return k >= clk;
+  if (clock_get(&c->known, id) >= clk || (c->base && clock_get(c->base, id) >= clk)) return 1;
+  if ((is_read || u->write || u->scope >= need) && clock_get(&c->acquired, id) >= clk) return 1;
+  return (is_read || x->w_scope >= need) && clock_get(&c->performed, id) >= clk;
 }
-static void visit(const Use *u, Cell *x) {
+static void visit_global(const Use *u, Segment *s) {
   Wave *w = u->w;
+  Cell *x = &s->global;
   RaceState *r = w->machine->races;
   WaveCheck *c = w->chk;
-  u32 on = w->machine->detect & DETECT_GLOBAL, clk = c->seq + 1, inst = (u32)(u->i - w->launch->prog);
-  if (x->generation != r->generation) { u8 split = x->split; memset(x, 0, sizeof *x); x->generation = r->generation; x->split = split; }
-  if (x->w_clk && x->w_id != c->id && on) {
+  u32 clk = c->seq + 1, inst = (u32)(u->i - w->launch->prog);
+  u64 address = u->address + (u64)__builtin_ctzll(s->mask);
+  if (x->w_clk && x->w_id != c->id) {
     const WaveInfo *o = &r->ids[x->w_id];
-    int need = needed_scope(w, o, x->w_id), ok = u->sync && x->w_atomic ? u->scope >= need && x->w_scope >= need : knows(u, x, x->w_id, x->w_clk, 0, need);
-    if (need == SCOPE_GROUP && u->sync && x->w_atomic) ok = 1;
-    if (!ok) { add_finding(w, u->i, FOUND_GLOBAL_RACE, u->address, o->launch, o->group, o->wave, x->w_inst, 1); x->w_clk = 0; }
+    int need = needed_scope(w, o, x->w_id), ok;
+    if (u->sync && x->w_atomic) ok = need == SCOPE_GROUP || (u->scope >= need && x->w_scope >= need);
+    else ok = knows(u, x, x->w_id, x->w_clk, 0, need);
+    if (!ok) { add_finding(w, u->i, FOUND_GLOBAL_RACE, address, o->launch, o->group, o->wave, x->w_inst, 1); x->w_clk = 0; }
   }
   if (!u->write) {
     if (u->sync) return;
@@ -246,47 +235,49 @@ static void visit(const Use *u, Cell *x) {
     x->readers[slot] = (Access){c->id, clk, inst};
     return;
   }
-  for (int k = 0; k < NUM_READERS && on; k++) {
+  for (int k = 0; k < NUM_READERS; k++) {
     Access *a = &x->readers[k];
     if (!a->clk || a->id == c->id) continue;
     const WaveInfo *o = &r->ids[a->id];
-    if (!knows(u, x, a->id, a->clk, 1, needed_scope(w, o, a->id))) { add_finding(w, u->i, FOUND_GLOBAL_RACE, u->address, o->launch, o->group, o->wave, a->inst, 0); break; }
+    if (!knows(u, x, a->id, a->clk, 1, needed_scope(w, o, a->id))) { add_finding(w, u->i, FOUND_GLOBAL_RACE, address, o->launch, o->group, o->wave, a->inst, 0); break; }
   }
-  memset(x->readers, 0, sizeof x->readers);
-  x->w_id = c->id;
-  x->w_clk = clk;
-  x->w_inst = inst;
-  x->w_scope = (u8)u->scope;
-  x->w_atomic = (u8)u->sync;
+  *x = (Cell){.w_id = c->id, .w_clk = clk, .w_inst = inst, .w_scope = (u8)u->scope, .w_atomic = (u8)u->sync};
 }
-void check_global(Wave *w, const Inst *i, u64 address, int bytes, int write, int atomic, int scope) {
+static inline void touch(RaceState *r, Alloc *a, u64 line, u64 mask, Touched *list, u32 *n) {
+  ShadowPage **page = &a->pages[line / LINES_PER_PAGE];
+  if (!*page) *page = calloc(1, sizeof **page);
+  Line *x = &(*page)->lines[line % LINES_PER_PAGE];
+  if (x->generation != r->generation) line_reset(x, r->generation);
+  line_touch(x, a->base + line * LINE_BYTES, mask, list, n);
+}
+void check_global(Wave *w, const Inst *i, const u64 *address, u64 exec, int bytes, int write, int atomic, int scope) {
   Machine *m = w->machine;
   if (!(m->detect & DETECT_GLOBAL)) return;
-  u32 cached = w->launch->alloc_cache[i - w->launch->prog];
+  RaceState *r = state(m);
+  Touched list[MAX_TOUCHED];
+  u32 n = 0, cached = w->launch->alloc_cache[i - w->launch->prog];
   Alloc *a = cached < m->num_allocs ? &m->allocs[cached] : 0;
-  if (!a || address < a->base || address >= a->base + a->size) a = find_alloc(m, address);
-  if (!a || a->read_only) return;
-  int sync = atomic || (scope >= SCOPE_AGENT && bytes <= 8);
-  if (!a->pages) a->pages = calloc((a->size + 1027) / 1024, sizeof *a->pages);
-  Use u = {w, i, address, write, sync, scope};
-  for (u64 at = address - a->base, end = at + (u64)bytes; at < end;) {
-    u64 word = at >> 2;
-    u32 part = 4 - (u32)(at & 3) < end - at ? 4 - (u32)(at & 3) : (u32)(end - at);
-    ShadowPage **page = &a->pages[word >> 8];
-    if (!*page) *page = calloc(1, sizeof **page);
-    Cell *x = &(*page)->cells[word & 255], **sub = &(*page)->sub[word & 255];
-    u.address = a->base + at;
-    if (part == 4 && !*sub) {
-      visit(&u, x);
-    } else {
-      if (!*sub) { *sub = malloc(4 * sizeof(Cell)); for (int k = 0; k < 4; k++) (*sub)[k] = *x; }
-      for (u32 k = 0; k < part; k++) { u.address = a->base + at + k; visit(&u, &(*sub)[(at & 3) + k]); }
+  u64 mask = bytes_mask(bytes);
+  for (; exec; exec &= exec - 1) {
+    u64 at = address[__builtin_ctzll(exec)];
+    if (!a || at < a->base || at >= a->base + a->size) a = find_alloc(m, at);
+    if (!a || a->read_only) continue;
+    if (!a->pages) a->pages = calloc(shadow_pages(a), sizeof *a->pages);
+    u64 line = (at - a->base) / LINE_BYTES, in = (at - a->base) % LINE_BYTES;
+    touch(r, a, line, mask << in, list, &n);
+    if (in + (u64)bytes > LINE_BYTES) touch(r, a, line + 1, mask >> (LINE_BYTES - in), list, &n);
+  }
+  Use u = {w, i, 0, write, atomic || (scope >= SCOPE_AGENT && bytes <= 8), scope};
+  Snapshot *own = u.sync && write ? snapshot_of(w, scope) : 0;
+  for (u32 k = 0; k < n; k++) {
+    u64 bytes_hit = list[k].line->pending;
+    u.address = list[k].address;
+    line_visit(&u, list[k].line, visit_global);
+    for (int d = 0; u.sync && d < LINE_BYTES; d += 4) {
+      if (!(bytes_hit >> d & 15)) continue;
+      if (atomic || !write) acquire(w, list[k].address + (u64)d);
+      if (write) publish(w, list[k].address + (u64)d, own, atomic);
     }
-    at += part;
   }
-  if (!sync) return;
-  for (int k = 0; k < bytes; k += 4) {
-    if (atomic || !write) acquire(w, address + (u64)k);
-    if (write) publish(w, address + (u64)k, scope, atomic);
-  }
+  snapshot_drop(own);
 }

@@ -228,7 +228,7 @@ static void smem_load(Wave *w, const Inst *i) {
     if (!check_lanes(w, i, &addr, 1, 4 * n, 0)) return;
     for (int k = 0; k < n; k++) x[k] = ((volatile u32 *)(uintptr_t)addr)[k];
     count_traffic(w, i, &addr, 1, 4 * n, 0);
-    if (w->chk) check_global(w, i, addr, 4 * n, 0, 0, SCOPE_WAVE);
+    if (w->chk) { race_enter(w); check_global(w, i, &addr, 1, 4 * n, 0, 0, SCOPE_WAVE); race_leave(w); }
   }
   memcpy(&w->s[i->dst.idx], x, 4 * n);
   note_poll(w, i, addr, x[0]);
