@@ -71,6 +71,33 @@ def test_missing_wait_or_barrier_is_reported(dropped: str, kind: str) -> None:
     assert all("reverse" in text and "workgroup 0, wave" in text and "`" in text for text in reports)
 
 
+OVERLAID = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+v_lshlrev_b32_e32 v1, 2, v0
+s_waitcnt lgkmcnt(0)
+global_load_dword v2, v1, s[4:5]
+{second}
+s_waitcnt vmcnt({vm}) lgkmcnt(0)
+global_store_dword v1, v2, s[6:7]"""
+
+
+@pytest.mark.parametrize(
+    ("second", "vm", "reports"),
+    [
+        ("global_load_dword v2, v1, s[4:5] offset:4", 0, 0), ("global_load_dword v2, v1, s[4:5] offset:4", 1, 1),
+        ("ds_read_b32 v2, v1", 0, 1),
+    ],
+)  # fmt: skip
+def test_two_loads_of_one_register_come_in_order_only_from_one_memory(second: str, vm: int, reports: int) -> None:
+    kernel = kernel_of(OVERLAID.format(second=second, vm=vm), lds_bytes=256)
+    with DeviceGroup(DeviceConfig.checked()) as group:
+        device = group.devices[0]
+        source, target = device.upload(np.arange(65, dtype=np.uint32)), device.allocate(256)
+        device.default_stream.launch(kernel, (1,), (64,), [source.address, target.address])
+        group.synchronize()
+        found = [r.text for r in group.reports() if "register used before" in r.text]
+        assert len(found) == reports, found
+
+
 LDS_DMA = """s_load_dwordx4 s[4:7], s[0:1], 0x0
 v_lshlrev_b32_e32 v1, 2, v0
 s_mov_b32 m0, 0

@@ -68,7 +68,7 @@ INST = np.dtype(
         ("dst", _OPERAND),
         ("sdst", _OPERAND),
     ]
-    + [("src", _OPERAND, 6), ("nreads", "u1"), ("nwrites", "u1"), ("klass", "u1"), ("scope", "u1")]
+    + [("src", _OPERAND, 6), ("nreads", "u1"), ("nwrites", "u1"), ("in_order", "u1"), ("scope", "u1")]
     + [("reads", _RANGE, 8), ("writes", _RANGE, 3)]
 )
 SGPR_BASE = 1024
@@ -222,6 +222,9 @@ class _Lowering:
         row["scope"] = _scope(one) if one.encoding in ("FLAT", "MUBUF") else 0
         row["bytes"] = min(4 * one.dst.width, 255) if one.encoding == "SMEM" else 0
         row["result_type"] = _result_type(name)
+        # Results of these come in the order of issue, so that a register may be the target of two of them at once.
+        plain_load = name.startswith(("global_load_", "buffer_load_")) and "lds" not in name and not mods.get("lds")
+        row["in_order"] = 1 if plain_load else 2 if name.startswith("ds_read") else 0
         self.put(row["dst"], one.dst, one)
         self.put(row["sdst"], one.sdst, one)
         for k, operand in enumerate(one.srcs):

@@ -26,6 +26,12 @@ static inline int any_bit(const u64 *bits, u32 first, u32 count, u32 *which) {
   }
   return 0;
 }
+/* Whether everything outstanding for registers that `i` loads comes before what it loads. */
+static int in_order(const Wave *w, const WaveCheck *c, const Inst *i, const Range *r) {
+  for (u32 x = r->first; i->in_order && x < (u32)r->first + r->count; x++)
+    if (c->wait_bits[x >> 6] >> (x & 63) & 1 && w->launch->prog[c->wait_inst[x]].in_order != i->in_order) return 0;
+  return i->in_order;
+}
 void check_registers(Wave *w, const Inst *i) {
   WaveCheck *c = w->chk;
   if (!c->num_wait_bits) return;
@@ -33,11 +39,19 @@ void check_registers(Wave *w, const Inst *i) {
     const Range *r = k < i->nreads ? &i->reads[k] : &i->writes[k - i->nreads];
     u32 which;
     if (!any_bit(c->wait_bits, r->first, r->count, &which)) continue;
+    if (k >= i->nreads && in_order(w, c, i, r)) { c->overlaid = 1; continue; }
     if (w->machine->detect & DETECT_WAITS) add_finding(w, i, FOUND_REGISTER, which, w->launch->id, w->group->flat_id, w->idx, c->wait_inst[which], 0);
     c->wait_bits[which >> 6] &= ~((u64)1 << (which & 63)); /* once */
   }
 }
 static void clear_bits(WaveCheck *c, const Pending *p) {
+  if (c->overlaid) { /* a later load may have taken a register over */
+    for (int k = 0; k < p->num_writes; k++)
+      for (u32 r = p->first[k]; r < (u32)p->first[k] + p->count[k]; r++)
+        if (c->wait_inst[r] == p->inst) c->wait_bits[r >> 6] &= ~((u64)1 << (r & 63));
+    c->num_wait_bits--;
+    return;
+  }
   for (int k = 0; k < p->num_writes; k++)
     for (u32 word = p->first[k] >> 6u, last = ((u32)p->first[k] + p->count[k] - 1) >> 6; word <= last; word++)
       c->wait_bits[word] &= ~bits_in_word(p->first[k], p->count[k], word);

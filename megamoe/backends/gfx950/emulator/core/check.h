@@ -20,7 +20,7 @@ typedef struct {
 
 struct WaveCheck {
   u64 wait_bits[24]; /* registers with a result outstanding: rows 0-511, scalars from bit 1024 */
-  u32 num_wait_bits;
+  u32 num_wait_bits, overlaid; /* overlaid: a load has been issued to a register that an earlier one still loads */
   u32 wait_inst[1280];
   Pending queue[2][MAX_PENDING]; /* vm, lgkm */
   u32 head[2], size[2];

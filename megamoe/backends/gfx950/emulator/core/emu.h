@@ -47,7 +47,7 @@ struct Inst {
   u16 dpp, simm;
   i32 imm, imm1;
   Operand dst, sdst, src[6];
-  u8 nreads, nwrites, klass, scope;
+  u8 nreads, nwrites, in_order, scope;
   Range reads[8], writes[3];
 };
 #define CALL(i, w) ((Handler)(uintptr_t)(i)->fn)(w, i)
