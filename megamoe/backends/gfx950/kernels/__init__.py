@@ -1,0 +1,1 @@
+"""FlyDSL kernels, one file a stage; `build` compiles them. Kernel language: read by the compiler, not run as Python."""

@@ -1,0 +1,139 @@
+"""dispatch: this rank's rows into their owners' payload buffers, flags, and, as an owner, the rows of each local expert.
+
+fixed_slot: row `token` of source rank s has slot s * capacity + token at every destination, and ids go to all ranks, so
+that what an older launch left in a slot is never taken for this one's. compact: rows lie densely at the places that
+prepare found. A row goes once to a rank, however many of its experts it names.
+Two ranks never wait for each other's workgroups: a rank sends all before it waits. The grid must be co-resident.
+"""
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr import const_expr, range_constexpr
+
+from megamoe.backends.gfx950.kernels import flags, index
+from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, control_int, control_word, long, uniform, wide, words
+from megamoe.backends.gfx950.record import Word
+from megamoe.layout import FlagKind
+
+THREADS = 256
+NUM_WAVES = THREADS // WAVE
+
+
+@flyc.jit
+def send(control, bases, rank, rows, meta, token_slots, sent_counts, num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS):
+    """A wave takes a (token, destination): what stands beside the row, and the row if the destination owns an expert."""
+    lane = fx.thread_idx.x % WAVE
+    wave = uniform(fx.block_idx.x * NUM_WAVES + fx.thread_idx.x // WAVE)
+    num_rows = control_int(control, Word.NUM_ROWS)
+    first_slot = rank * control_int(control, Word.CAPACITY)
+    meta_offset, rows_offset = control_word(control, Word.META_OFFSET), control_word(control, Word.ROWS_OFFSET)
+    failed = control_int(control, Word.FAILED)
+    num_units = (failed == 0).select(num_rows * NUM_RANKS, fx.Int32(0))
+    sent = fx.Int32(0)
+    for unit in range(wave, num_units, num_groups * NUM_WAVES):
+        unit = fx.Int32(unit)
+        token = unit // NUM_RANKS
+        # Ranks begin with different destinations.
+        dst_rank = (unit + rank) % NUM_RANKS
+        place = (lane < META_WORDS).select(lane, fx.Int32(0))
+        word = fx.generic_load(words(meta) + (token * META_WORDS + place))
+        is_id = (lane >= 1) & (lane <= TOPK)
+        owned = is_id & (word >= dst_rank * NUM_EXPERTS) & (word < (dst_rank + 1) * NUM_EXPERTS)
+        wanted = ballot(owned) != 0
+        slot = first_slot + token
+        if const_expr(COMPACT):
+            slot = uniform(fx.generic_load(words(token_slots) + (token * NUM_RANKS + dst_rank)))
+            slot = slot + uniform(fx.generic_load(words(sent_counts) + (NUM_RANKS + dst_rank)))
+        heap = flags.peer_heap(bases, dst_rank)
+        with_meta = lane < META_WORDS
+        if const_expr(COMPACT):
+            with_meta = with_meta & wanted
+        if with_meta:
+            beside = is_id & (owned == False)  # noqa: E712
+            word = beside.select(fx.Int32(-1), word)
+            fx.generic_store(words(heap + meta_offset) + (slot * META_WORDS + lane), word)
+        if wanted:
+            source = rows + long(token) * ROW_BYTES
+            target = heap + rows_offset + long(slot) * ROW_BYTES
+            for at in range(lane * 16, fx.Int32(ROW_BYTES), fx.Int32(WAVE * 16)):
+                at = long(fx.Int32(at))
+                fx.generic_store(wide(target + at), fx.generic_load(wide(source + at), count=4), nontemporal=True)
+        counted = wanted & (dst_rank != rank)
+        sent = sent + counted.select(fx.Int32(1), fx.Int32(0))
+    if (lane == 0) & (sent > 0):
+        fx.atomic_add(words(control) + 2 * int(Word.ROWS_SENT), sent, syncscope=fx.rocdl.SyncScope.Agent)
+
+
+@flyc.kernel(known_block_size=[THREADS, 1, 1])
+def dispatch_kernel(
+    control: fx.Int64,
+    bases: fx.Int64,
+    heap: fx.Int64,
+    rows: fx.Int64,
+    meta: fx.Int64,
+    token_slots: fx.Int64,
+    sent_counts: fx.Int64,
+    experts: fx.Int64,
+    row_table: fx.Int64,
+    rank: fx.Int32,
+    tile_shift: fx.Int32,
+    num_groups: fx.Int32,
+    COMPACT: fx.Constexpr[int],
+    ROW_BYTES: fx.Constexpr[int],
+    META_WORDS: fx.Constexpr[int],
+    TOPK: fx.Constexpr[int],
+    NUM_EXPERTS: fx.Constexpr[int],
+    NUM_RANKS: fx.Constexpr[int],
+):
+    allocator = fx.SharedAllocator()
+    lds = allocator.allocate(flags.FlagLds).peek()
+    tables = allocator.allocate(index.lds_of(NUM_EXPERTS, NUM_WAVES)).peek()
+    send(
+        control, bases, rank, rows, meta, token_slots, sent_counts, num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS
+    )
+    last = flags.arrive(lds, control, num_groups)
+    if (last == 1) & (control_int(control, Word.FAILED) == 0):
+        info = control_int(control, Word.NUM_ROWS)
+        if const_expr(COMPACT):
+            place = (fx.thread_idx.x < NUM_RANKS).select(fx.thread_idx.x, fx.Int32(0))
+            info = fx.generic_load(words(sent_counts) + place)
+        flags.post(control, bases, rank, FlagKind.PAYLOAD, info, NUM_RANKS)
+    needed = fx.Int32((1 << NUM_RANKS) - 1)
+    if const_expr(not COMPACT):
+        # Ranks without rows cannot hold up the others' matrix products.
+        needed = flags.ranks_with_rows(control, NUM_RANKS)
+    came = flags.wait(lds, control, bases, heap, rank, FlagKind.PAYLOAD, needed, NUM_RANKS)
+    if came == 1:
+        ends, first_rows = [], []
+        total = fx.Int32(0)
+        for src in range_constexpr(NUM_RANKS):
+            announced = flags.rows_announced(uniform(fx.generic_load(lds.infos.ptr + src)))
+            first = total
+            if const_expr(not COMPACT):
+                first = src * control_int(control, Word.CAPACITY)
+                announced = (((needed >> src) & 1) == 1).select(announced, fx.Int32(0))
+            first_rows.append(first)
+            total = total + announced
+            ends.append(total)
+        beside = heap + control_word(control, Word.META_OFFSET)
+        for expert in range(fx.block_idx.x, fx.Int32(NUM_EXPERTS), num_groups):
+            index.index_expert(
+                tables, beside, experts, row_table, fx.Int32(expert), rank * NUM_EXPERTS, ends, first_rows, tile_shift,
+                NUM_EXPERTS, TOPK, META_WORDS, THREADS,
+            )  # fmt: skip
+
+
+@flyc.jit
+def compile_kernel(
+    COMPACT: fx.Constexpr[int],
+    ROW_BYTES: fx.Constexpr[int],
+    META_WORDS: fx.Constexpr[int],
+    TOPK: fx.Constexpr[int],
+    NUM_EXPERTS: fx.Constexpr[int],
+    NUM_RANKS: fx.Constexpr[int],
+    stream: fx.Stream = fx.Stream(None),
+):
+    z, one = fx.Int64(0), fx.Int32(1)
+    dispatch_kernel(
+        z, z, z, z, z, z, z, z, z, one, one, one, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS
+    ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)

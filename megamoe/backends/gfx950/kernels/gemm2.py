@@ -1,0 +1,126 @@
+"""gemm2: intermediate rows times W2; each result row goes straight to its (token, slot) place at its source rank.
+
+Persistent: workgroups take units (m-tile, 256 columns) in turn; the last one to finish posts the return flags. A lane ends
+with 16 consecutive columns of a row: 16-byte stores, 128 consecutive bytes a row and wave.
+"""
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr import const_expr, range_constexpr
+
+from megamoe.backends.gfx950.kernels import flags, results, tile
+from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, control_int, control_word, larger, long, pointer, popcount, uniform, words
+from megamoe.backends.gfx950.record import INFO_FP8, Word
+from megamoe.layout import FlagKind
+
+
+def lds_of(block_m):
+    """LDS of a workgroup: one K group of the tile's rows, their scales, and what flags need."""
+
+    @fx.struct
+    class Lds:
+        rows: fx.Array[fx.Int32, block_m * 128, 16]
+        scales: fx.Array[fx.Int32, block_m * 4, 16]
+        last: fx.Array[fx.Int32, 1, 4]
+
+    return Lds
+
+
+@flyc.kernel(known_block_size=[tile.THREADS, 1, 1])
+def gemm2_kernel(
+    control: fx.Int64,
+    bases: fx.Int64,
+    experts: fx.Int64,
+    row_table: fx.Int64,
+    weights: fx.Int64,
+    weight_scales: fx.Int64,
+    inner: fx.Int64,
+    rank: fx.Int32,
+    num_groups: fx.Int32,
+    BLOCK_M: fx.Constexpr[int],
+    HIDDEN: fx.Constexpr[int],
+    INTERMEDIATE: fx.Constexpr[int],
+    NUM_EXPERTS: fx.Constexpr[int],
+    NUM_RANKS: fx.Constexpr[int],
+    INNER_BYTES: fx.Constexpr[int],
+    FP8: fx.Constexpr[int],
+):
+    thread = fx.thread_idx.x
+    lane = thread % WAVE
+    wave = uniform(thread // WAVE)
+    lds = fx.SharedAllocator().allocate(lds_of(BLOCK_M)).peek()
+    num_blocks = (INTERMEDIATE + 127) // 128
+    num_k_groups = (num_blocks + 3) // 4
+    num_columns = (HIDDEN + tile.COLUMNS - 1) // tile.COLUMNS
+    num_n = (num_columns + tile.NUM_WAVES - 1) // tile.NUM_WAVES
+    shift = BLOCK_M.bit_length() - 1
+    failed = control_int(control, Word.FAILED)
+    num_units = tile.num_m_tiles(experts, NUM_EXPERTS, shift) * num_n
+    num_units = (failed == 0).select(num_units, fx.Int32(0))
+    combine_offset = control_word(control, Word.COMBINE_OFFSET)
+    for unit in range(fx.block_idx.x, num_units, num_groups):
+        unit = fx.Int32(unit)
+        m_tile, n_tile = unit // num_n, unit % num_n
+        expert = tile.find_expert(experts, m_tile, NUM_EXPERTS)
+        record = fx.generic_load(pointer(experts, fx.Int32, 16) + expert * 4, count=4)
+        count, row_base, tile_base = uniform(record[0]), uniform(record[1]), uniform(record[2])
+        first = (m_tile - tile_base) * BLOCK_M
+        # Rows past the expert's last repeat it; what they give is not stored.
+        left = count - first - 1
+
+        def inner_offset(row):
+            inside = (row < left).select(row, left)
+            return inside * INNER_BYTES
+
+        rows = inner + long(row_base + first) * INNER_BYTES
+        offsets = [inner_offset(thread // 32 + 8 * i) + thread % 32 * 16 for i in range_constexpr(BLOCK_M // 8)]
+        sf_at = inner_offset(thread % BLOCK_M) + INTERMEDIATE
+        group = n_tile * tile.NUM_WAVES + wave
+        inside = (group < num_columns).select(group, fx.Int32(num_columns - 1))
+        at = expert * num_columns + inside
+        acc = tile.multiply(
+            lds, rows, offsets, sf_at,
+            weights + long(at) * (num_blocks * 4096), weight_scales + long(at) * (num_k_groups * 1024), INTERMEDIATE, BLOCK_M,
+        )  # fmt: skip
+        column = group * tile.COLUMNS + lane // 16 * 16
+        for m in range_constexpr(BLOCK_M // 16):
+            row = m * 16 + lane % 16
+            values = [acc[m][n][i] for n in range_constexpr(4) for i in range_constexpr(4)]
+            place = (row < left).select(row, left)
+            entry = fx.generic_load(pointer(row_table, fx.Int32, 16) + (row_base + first + place) * 4, count=4)
+            out, src, weight = results.destination(bases, combine_offset, entry, 2 * HIDDEN)
+            stored = (row <= left) & (column < HIDDEN)
+            if const_expr(FP8):
+                values, byte, reciprocal, finite = results.block_scale(
+                    values, weight, lambda top: larger(top, fx.shuffle_xor(top, 16, WAVE))
+                )
+                if stored:
+                    results.store_codes(out, column, values, reciprocal, finite)
+                    if lane // 16 % 2 == 0:
+                        results.store_scale(out, HIDDEN, column, byte)
+            else:
+                if stored:
+                    results.store_bf16(out, column, values)
+            away = popcount(ballot((lane < 16) & (row <= left) & (src != rank)))
+            if (group == 0) & (lane == 0):
+                fx.atomic_add(words(control) + 2 * int(Word.ROWS_RETURNED), away, syncscope=fx.rocdl.SyncScope.Agent)
+    last = flags.arrive(lds, control, num_groups)
+    if (last == 1) & (failed == 0):
+        flags.post(control, bases, rank, FlagKind.RETURN, fx.Int32(INFO_FP8 if FP8 else 0), NUM_RANKS)
+
+
+@flyc.jit
+def compile_kernel(
+    BLOCK_M: fx.Constexpr[int],
+    HIDDEN: fx.Constexpr[int],
+    INTERMEDIATE: fx.Constexpr[int],
+    NUM_EXPERTS: fx.Constexpr[int],
+    NUM_RANKS: fx.Constexpr[int],
+    INNER_BYTES: fx.Constexpr[int],
+    FP8: fx.Constexpr[int],
+    stream: fx.Stream = fx.Stream(None),
+):
+    z, one = fx.Int64(0), fx.Int32(1)
+    gemm2_kernel(
+        z, z, z, z, z, z, z, one, one, BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_RANKS, INNER_BYTES, FP8
+    ).launch(grid=(1, 1, 1), block=(tile.THREADS, 1, 1), stream=stream)

@@ -1,0 +1,115 @@
+"""quantize: this rank's rows as MXFP8 in private staging memory, with token index, expert ids and weights beside them.
+
+One wave quantizes 512 elements of a row: a lane 8 of them, four lanes a block. Scales are written in MFMA order.
+"""
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+from flydsl.expr import const_expr, range_constexpr
+
+from megamoe.backends.gfx950.kernels.lang import *  # noqa: F403
+from megamoe.backends.gfx950.record import Word
+
+BLOCK = 64
+ELEMENTS = 512
+
+
+@flyc.jit
+def encode_block(values, codes_ptr, scale_ptr, first_lane):
+    """Encode this lane's 8 Float32, a quarter of an MX block, and store codes; the first lane of four stores the scale."""
+    top = absolute_bits(values[0])
+    for i in range_constexpr(1, 8):
+        top = larger(top, absolute_bits(values[i]))
+    byte, reciprocal, finite = scale_of(max_of_lanes(top, 4))
+    codes = [encode_four(values[4 * i : 4 * i + 4], reciprocal, finite) for i in range(2)]
+    fx.generic_store(codes_ptr, Vec.from_elements(codes, fx.Int32))
+    if first_lane:
+        fx.generic_store(scale_ptr, fx.Uint8(byte))
+
+
+@flyc.jit
+def copy_block(codes, byte, codes_ptr, scale_ptr, first_lane):
+    """Store codes that came quantized; a block with a NaN code gets the scale NaN."""
+    nan = fx.Int32(0)
+    for i in range_constexpr(2):
+        for j in range_constexpr(4):
+            nan = (((codes[i] >> (8 * j)) & 0x7F) == 0x7F).select(fx.Int32(1), nan)
+    byte = (max_of_lanes(nan, 4) > 0).select(fx.Int32(0xFF), byte)
+    fx.generic_store(codes_ptr, codes)
+    if first_lane:
+        fx.generic_store(scale_ptr, fx.Uint8(byte))
+
+
+@flyc.kernel(known_block_size=[BLOCK, 1, 1])
+def quantize_kernel(
+    control: fx.Int64,
+    rows: fx.Int64,
+    meta: fx.Int64,
+    num_groups: fx.Int32,
+    HIDDEN: fx.Constexpr[int],
+    ROW_BYTES: fx.Constexpr[int],
+    META_WORDS: fx.Constexpr[int],
+    TOPK: fx.Constexpr[int],
+    NUM_EXPERTS: fx.Constexpr[int],
+    QUANTIZED: fx.Constexpr[int],
+):
+    lane = fx.thread_idx.x
+    num_rows = control_int(control, Word.NUM_ROWS)
+    num_parts = (HIDDEN + ELEMENTS - 1) // ELEMENTS
+    hidden_ptr = control_word(control, Word.HIDDEN_PTR)
+    sf_ptr = control_word(control, Word.SF_PTR)
+    ids_ptr = control_word(control, Word.IDS_PTR)
+    weights_ptr = control_word(control, Word.WEIGHTS_PTR)
+    for unit in range(fx.block_idx.x, num_rows * num_parts, num_groups):
+        unit = fx.Int32(unit)
+        token, part = unit // num_parts, unit % num_parts
+        column = part * ELEMENTS + lane * 8
+        block = column // 32
+        row = rows + long(token) * ROW_BYTES
+        codes_ptr = pointer(row + long(column), fx.Int32, 8)
+        scale_ptr = pointer(row + long(HIDDEN) + long(sf_offset(block)), fx.Uint8, 1)
+        first_lane = lane % 4 == 0
+        if column < HIDDEN:
+            if const_expr(QUANTIZED):
+                codes = fx.generic_load(pointer(hidden_ptr + long(token) * HIDDEN + long(column), fx.Int32, 8), count=2)
+                at = pointer(sf_ptr + long(token) * (HIDDEN // 32) + long(block), fx.Uint8, 1)
+                byte = fx.Int32(fx.generic_load(at, dtype=fx.Uint8))
+                copy_block(codes, byte, codes_ptr, scale_ptr, first_lane)
+            else:
+                packed = fx.generic_load(wide(hidden_ptr + (long(token) * HIDDEN + long(column)) * 2), count=4)
+                values = []
+                for i in range_constexpr(4):
+                    values += bf16_pair(packed[i])
+                encode_block(values, codes_ptr, scale_ptr, first_lane)
+        # Scales of blocks that the row does not have: the last part's matrix instructions read them.
+        if const_expr(HIDDEN % ELEMENTS != 0):
+            if column >= HIDDEN:
+                if first_lane:
+                    fx.generic_store(scale_ptr, fx.Uint8(0))
+        if part == 0:
+            if lane < 1 + 2 * TOPK:
+                word = token
+                if lane > 0:
+                    if lane <= TOPK:
+                        expert = fx.generic_load(words(ids_ptr) + (token * TOPK + lane - 1))
+                        known = (expert >= 0) & (expert < NUM_EXPERTS)
+                        word = known.select(expert, fx.Int32(-1))
+                    else:
+                        word = fx.generic_load(words(weights_ptr) + (token * TOPK + lane - 1 - TOPK))
+                fx.generic_store(words(meta) + (token * META_WORDS + lane), word)
+
+
+@flyc.jit
+def compile_kernel(
+    HIDDEN: fx.Constexpr[int],
+    ROW_BYTES: fx.Constexpr[int],
+    META_WORDS: fx.Constexpr[int],
+    TOPK: fx.Constexpr[int],
+    NUM_EXPERTS: fx.Constexpr[int],
+    QUANTIZED: fx.Constexpr[int],
+    stream: fx.Stream = fx.Stream(None),
+):
+    zero = fx.Int64(0)
+    quantize_kernel(zero, zero, zero, fx.Int32(1), HIDDEN, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, QUANTIZED).launch(
+        grid=(1, 1, 1), block=(BLOCK, 1, 1), stream=stream
+    )

@@ -1,0 +1,223 @@
+"""One rank's kernels, the private memory that they share, and the control block: a sub-step is a row of these launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.backends import Launch
+from megamoe.backends.gfx950.build import Code, KernelSpec, load_or_compile
+from megamoe.backends.gfx950.device import Device, Memory
+from megamoe.backends.gfx950.plan import LaunchPlan, inner_bytes
+from megamoe.backends.gfx950.record import FIRST_STATUS, INFO_ERROR, LAST_STATUS, NUM_WORDS, Word
+from megamoe.backends.gfx950.shuffle import Packed
+from megamoe.batch import MoeBatch
+from megamoe.bundle import Path
+from megamoe.layout import FlagKind, HeapLayout
+from megamoe.shape import MoeShape
+
+GEMM_THREADS = 256
+
+
+@dataclass(frozen=True)
+class PackedMemory:
+    """A packed matrix on the device."""
+
+    codes: Memory
+    scales: Memory
+
+    @classmethod
+    def upload(cls, device: Device, packed: Packed, name: str) -> PackedMemory:
+        codes = device.allocate(packed.codes.numel(), f"{name} codes", weights=True)
+        scales = device.allocate(packed.scales.numel(), f"{name} scales", weights=True)
+        codes.write(packed.codes)
+        scales.write(packed.scales)
+        return cls(codes, scales)
+
+    def free(self) -> None:
+        self.codes.free()
+        self.scales.free()
+
+
+@dataclass(frozen=True)
+class BoundLayer:
+    """Packed experts of one protocol slot; None: identity experts. version: of the binding, part of graph keys."""
+
+    w13: PackedMemory | None
+    w2: PackedMemory | None
+    version: int = 0
+
+
+def kernel_specs(
+    layout: HeapLayout, *, block_m: int, compact: bool, quantized: bool, fp8: bool, identity: bool = False
+) -> dict[str, KernelSpec]:
+    """The kernels of a sub-step by stage."""
+    shape = layout.bundle.shape
+    experts = shape.num_experts_per_rank
+    routing = {"TOPK": shape.num_topk, "META_WORDS": layout.meta_words}
+    owners = {"NUM_EXPERTS": experts, "NUM_RANKS": shape.num_ranks}
+    gemm = {
+        "BLOCK_M": block_m, "HIDDEN": shape.hidden, "INTERMEDIATE": shape.intermediate,
+        "INNER_BYTES": inner_bytes(shape.intermediate), "NUM_EXPERTS": experts,
+    }  # fmt: skip
+    specs = {
+        "quantize": KernelSpec.of(
+            "quantize", HIDDEN=shape.hidden, ROW_BYTES=layout.row_bytes, NUM_EXPERTS=shape.num_experts,
+            QUANTIZED=int(quantized), **routing,
+        ),
+        "dispatch": KernelSpec.of("dispatch", COMPACT=int(compact), ROW_BYTES=layout.row_bytes, **routing, **owners),
+        "combine": KernelSpec.of("combine", HIDDEN=shape.hidden, **routing, **owners),
+        "close": KernelSpec.of("close", ABORT=0, NUM_RANKS=shape.num_ranks),
+        "abort": KernelSpec.of("close", ABORT=1, NUM_RANKS=shape.num_ranks),
+    }  # fmt: skip
+    if compact:
+        specs["prepare"] = KernelSpec.of("prepare", COUNTS_WORDS=layout.counts_words, **routing, **owners)
+    if identity:
+        row = {"HIDDEN": shape.hidden, "ROW_BYTES": layout.row_bytes}
+        specs["identity"] = KernelSpec.of("identity", FP8=int(fp8), **row, **owners)
+    else:
+        limit = round(shape.swiglu_limit * 1000)
+        specs["gemm1"] = KernelSpec.of("gemm1", ROW_BYTES=layout.row_bytes, LIMIT_MILLI=limit, **gemm)
+        specs["gemm2"] = KernelSpec.of("gemm2", NUM_RANKS=shape.num_ranks, FP8=int(fp8), **gemm)
+    return specs
+
+
+class RankLaunches:
+    """Launches on one device's stream. Owns the private memory; all sizes are for the layout's largest runtime."""
+
+    def __init__(self, device: Device, layout: HeapLayout, *, fp8: bool) -> None:
+        self.device, self.layout, self.fp8 = device, layout, fp8
+        self.shape: MoeShape = layout.bundle.shape
+        shape, rows = self.shape, layout.capacity
+        self.heap = device.heap()
+
+        def private(name: str, num_bytes: int) -> Memory:
+            return device.allocate(num_bytes, name)
+
+        self.control = private("control", 8 * NUM_WORDS)
+        self.bases = private("heap addresses", 8 * shape.num_ranks)
+        self.bases.write(torch.tensor(device.heap_addresses(), dtype=torch.int64))
+        self.hidden = private("hidden states", rows * shape.hidden * 2)
+        self.hidden_sf = private("hidden scales", rows * layout.sf_bytes)
+        self.ids = private("ids", rows * shape.num_topk * 4)
+        self.weights = private("routing weights", rows * shape.num_topk * 4)
+        self.out = private("out", rows * shape.hidden * 2)
+        self.rows = private("staged rows", rows * layout.row_bytes)
+        self.meta = private("staged words", rows * layout.meta_words * 4)
+        self.token_slots = private("token slots", rows * shape.num_ranks * 4)
+        self.sent_counts = private("sent counts", 2 * shape.num_ranks * 4)
+        self.experts = private("experts", shape.num_experts_per_rank * 16)
+        self.row_table = private("row table", layout.max_routed_rows * 16)
+        self.inner = private("intermediate rows", layout.max_routed_rows * inner_bytes(shape.intermediate))
+
+    # ------------------------------------------------------------------------------------------- control
+
+    def begin(self, launch: Launch, batch: MoeBatch, timeout_ticks: int) -> None:
+        """Copy a batch to the device and say in the control block what this launch is."""
+        layout = self.layout
+        words = [0] * NUM_WORDS
+        self.hidden.write(batch.hidden_states)
+        if batch.hidden_states_sf is not None:
+            self.hidden_sf.write(batch.hidden_states_sf)
+            words[Word.SF_PTR] = self.hidden_sf.address
+        self.ids.write(batch.topk_ids)
+        self.weights.write(batch.topk_weights)
+        buffer_idx = launch.buffer_idx
+        words[Word.EPOCH] = launch.epoch
+        words[Word.NUM_ROWS] = batch.num_rows
+        words[Word.INFO] = INFO_ERROR if launch.refused else 0
+        words[Word.TIMEOUT_TICKS] = timeout_ticks
+        words[Word.CAPACITY] = launch.sub_step.runtime_capacity
+        words[Word.HIDDEN_PTR] = self.hidden.address
+        words[Word.IDS_PTR] = self.ids.address
+        words[Word.WEIGHTS_PTR] = self.weights.address
+        words[Word.OUT_PTR] = self.out.address
+        words[Word.FLAGS_OFFSET] = layout.flag_offset(launch.slot_idx, buffer_idx, FlagKind.COUNTS, 0)
+        words[Word.COUNTS_OFFSET] = layout.region(f"counts{buffer_idx}").offset
+        words[Word.META_OFFSET] = layout.region(f"payload_meta{buffer_idx}").offset
+        words[Word.ROWS_OFFSET] = layout.region(f"payload_rows{buffer_idx}").offset
+        words[Word.COMBINE_OFFSET] = layout.region(f"combine_rows{buffer_idx}").offset
+        words[Word.ABORTS_OFFSET] = layout.region("aborts").offset
+        for rank, rows in enumerate(launch.sub_step.num_rows_per_rank):
+            words[Word.ROWS_PER_RANK + rank] = rows
+        self.control.write(torch.tensor(words, dtype=torch.int64))
+
+    def status(self) -> dict[Word, int]:
+        """What the kernels wrote back."""
+        count = LAST_STATUS - FIRST_STATUS + 1
+        values = self.control.read(torch.int64, (count,), 8 * FIRST_STATUS).tolist()
+        return {Word(FIRST_STATUS + i): value for i, value in enumerate(values)}
+
+    def rows_per_expert(self) -> list[int]:
+        """Routed rows of each local expert in the last launch."""
+        records = self.experts.read(torch.int32, (self.shape.num_experts_per_rank, 4))
+        counts: list[int] = records[:, 0].tolist()
+        return counts
+
+    # ------------------------------------------------------------------------------------------- launches
+
+    def codes(self, plan: LaunchPlan, path: Path, *, quantized: bool, identity: bool) -> dict[str, Code]:
+        """The compiled kernels of a sub-step."""
+        specs = kernel_specs(
+            self.layout, block_m=plan.block_m, compact=path is Path.COMPACT, quantized=quantized, fp8=self.fp8,
+            identity=identity,
+        )  # fmt: skip
+        return {stage: load_or_compile(spec) for stage, spec in specs.items()}
+
+    def quantize(self, code: Code, plan: LaunchPlan) -> None:
+        groups = plan.quantize_groups
+        args = [self.control.address, self.rows.address, self.meta.address, groups]
+        self.device.stream.launch(code, groups, 64, args)
+
+    def prepare(self, code: Code) -> None:
+        args = [
+            self.control.address, self.bases.address, self.heap.address, self.meta.address, self.token_slots.address,
+            self.sent_counts.address, self.device.rank,
+        ]  # fmt: skip
+        self.device.stream.launch(code, self.shape.num_ranks, 256, args)
+
+    def dispatch(self, code: Code, plan: LaunchPlan) -> None:
+        groups = plan.dispatch_groups
+        args = [
+            self.control.address, self.bases.address, self.heap.address, self.rows.address, self.meta.address,
+            self.token_slots.address, self.sent_counts.address, self.experts.address, self.row_table.address,
+            self.device.rank, plan.tile_shift, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, 256, args)
+
+    def gemm1(self, code: Code, plan: LaunchPlan, w13: PackedMemory) -> None:
+        groups = plan.gemm1_groups
+        args = [
+            self.control.address, self.heap.address, self.experts.address, self.row_table.address, w13.codes.address,
+            w13.scales.address, self.inner.address, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, GEMM_THREADS, args)
+
+    def gemm2(self, code: Code, plan: LaunchPlan, w2: PackedMemory) -> None:
+        groups = plan.gemm2_groups
+        args = [
+            self.control.address, self.bases.address, self.experts.address, self.row_table.address, w2.codes.address,
+            w2.scales.address, self.inner.address, self.device.rank, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, GEMM_THREADS, args)
+
+    def identity(self, code: Code, plan: LaunchPlan) -> None:
+        groups = plan.dispatch_groups
+        args = [
+            self.control.address, self.bases.address, self.heap.address, self.experts.address, self.row_table.address,
+            self.device.rank, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, 256, args)
+
+    def combine(self, code: Code, plan: LaunchPlan) -> None:
+        groups = plan.combine_groups
+        args = [
+            self.control.address, self.bases.address, self.heap.address, self.meta.address, self.device.rank, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, 256, args)
+
+    def close(self, code: Code) -> None:
+        """Launch either form of the close kernel."""
+        args = [self.control.address, self.bases.address, self.heap.address, self.device.rank]
+        self.device.stream.launch(code, 1, 64, args)

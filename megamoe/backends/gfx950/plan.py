@@ -1,0 +1,64 @@
+"""Tiles and grids of a sub-step, from numbers that every rank agrees on; never from a rank's own count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.shape import MX_BLOCK, MoeShape
+
+ROWS_FOR_TILE_64, ROWS_FOR_TILE_128 = 64, 256
+"""Mean rows of an expert from which larger tiles are used: below, most tiles of 128 would be padding."""
+COLUMNS_1, COLUMNS_2 = 32, 64
+"""Result columns of a wave in GEMM1 (beside as many gate columns) and GEMM2."""
+NUM_WAVES = 4
+
+
+def rows_bucket(max_rows: int) -> int:
+    """The agreed maximum rounded up to a power of two: what plans, and so graphs, depend on."""
+    return 1 << (max_rows - 1).bit_length() if max_rows > 0 else 1
+
+
+def inner_bytes(intermediate: int) -> int:
+    """One intermediate row: codes, scales in MFMA order, a multiple of 16 bytes."""
+    return intermediate + 16 * -(-intermediate // (16 * MX_BLOCK))
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Tile and grids for steps of up to `max_rows` rows a rank. block_m: rows of a tile; groups: workgroups a kernel."""
+
+    max_rows: int
+    block_m: int
+    quantize_groups: int
+    dispatch_groups: int
+    gemm1_groups: int
+    gemm2_groups: int
+    combine_groups: int
+
+    @property
+    def tile_shift(self) -> int:
+        return self.block_m.bit_length() - 1
+
+
+def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> LaunchPlan:
+    """The plan for an agreed maximum. All grids fit the device at once: kernels wait for each other's workgroups."""
+    rows = rows_bucket(max_rows)
+    routed = rows * shape.num_ranks * shape.num_topk
+    mean = routed / shape.num_experts
+    block_m = 128 if mean >= ROWS_FOR_TILE_128 else 64 if mean >= ROWS_FOR_TILE_64 else 32
+    # Every tile has a row, and an expert's tiles are full but for one.
+    m_tiles = min(routed, shape.num_experts_per_rank + routed // block_m)
+    parts = -(-shape.hidden // (16 * MX_BLOCK))
+
+    def grid(num_units: int) -> int:
+        return max(min(num_units, num_compute_units), 1)
+
+    return LaunchPlan(
+        max_rows=rows,
+        block_m=block_m,
+        quantize_groups=max(min(rows * parts, 8 * num_compute_units), 1),
+        dispatch_groups=grid(max(shape.num_experts_per_rank, -(-rows * shape.num_ranks // NUM_WAVES))),
+        gemm1_groups=grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * NUM_WAVES))),
+        gemm2_groups=grid(m_tiles * -(-shape.hidden // (COLUMNS_2 * NUM_WAVES))),
+        combine_groups=grid(-(-rows * parts // NUM_WAVES)),
+    )

@@ -1,0 +1,74 @@
+"""The control block: everything about one sub-step that kernels read from memory instead of from their arguments.
+
+Words of int64 in device memory, written by the host before the first kernel of a launch. Captured graphs therefore hold
+no epoch, row count or tensor address and can be replayed for any launch of their path and binding. The words from
+STATUS on are what kernels write back: failure, who is missing, who refused, and counts.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+MAX_RANKS = 8
+
+POSTED = 1 << 31
+"""Set in the info half of every flag: a zeroed word is never taken for a flag of epoch 0."""
+INFO_ERROR = 1 << 30
+"""The source joined with zero rows because its caller's call was refused."""
+INFO_FP8 = 1 << 29
+"""Result rows of this owner are FP8 with the routing weight applied."""
+INFO_ROWS_MASK = (1 << 24) - 1
+
+RESULT_INDEX_BITS = 20
+"""A routed row names its source rank above these bits and token * num_topk + slot in them (8192 x 32 fit in 18)."""
+
+
+class Word(IntEnum):
+    """Words of the control block. Offsets are bytes from a rank's heap base, of the buffer that the launch uses."""
+
+    EPOCH = 0
+    NUM_ROWS = 1
+    INFO = 2
+    """Info bits that this rank sets in all its flags."""
+    TIMEOUT_TICKS = 3
+    """Longest wait, in ticks of the device's constant clock (100 MHz on MI355X)."""
+    CAPACITY = 4
+    HIDDEN_PTR = 5
+    SF_PTR = 6
+    """Scales of rows that came quantized; 0: the rows are bf16."""
+    IDS_PTR = 7
+    WEIGHTS_PTR = 8
+    OUT_PTR = 9
+    FLAGS_OFFSET = 10
+    COUNTS_OFFSET = 11
+    META_OFFSET = 12
+    ROWS_OFFSET = 13
+    COMBINE_OFFSET = 14
+    ABORTS_OFFSET = 15
+    ROWS_PER_RANK = 16
+    """Agreed rows of each rank: MAX_RANKS words."""
+
+    FAILED = 32
+    """1 once a wait of this launch ended without its flags: kernels that follow send nothing."""
+    MISSING = 33
+    """Mask of ranks that did not come."""
+    FAILED_KIND = 34
+    FAILED_SEEN = 35
+    """The flag of the first missing rank as it was."""
+    REFUSED = 36
+    """Mask of ranks that joined with the error bit."""
+    FP8 = 37
+    """Mask of owner ranks whose rows are FP8."""
+    ROWS_SENT = 38
+    """Payload rows written to other ranks."""
+    ROWS_RETURNED = 39
+    """Result rows written to other ranks."""
+    DONE_EPOCH = 40
+    """The epoch of the last launch that combine finished, with POSTED above it."""
+    ARRIVALS = 41
+    """Workgroups of the running kernel that have arrived; the last one sets it back to 0."""
+
+
+FIRST_STATUS = int(Word.FAILED)
+LAST_STATUS = int(Word.DONE_EPOCH)
+NUM_WORDS = 48
