@@ -87,7 +87,9 @@ global_store_dword v1, v2, s[6:7]"""
         ("ds_read_b32 v2, v1", 0, 1),
     ],
 )  # fmt: skip
-def test_two_loads_of_one_register_come_in_order_only_from_one_memory(second: str, vm: int, reports: int) -> None:
+def test_two_loads_of_one_register_come_in_order_only_from_one_memory(
+    second: str, vm: int, reports: int
+) -> None:
     kernel = kernel_of(OVERLAID.format(second=second, vm=vm), lds_bytes=256)
     with DeviceGroup(DeviceConfig.checked()) as group:
         device = group.devices[0]

@@ -1,1 +1,49 @@
-"""The gfx950 (MI355X) backend: FlyDSL kernels, a symmetric heap, and an emulated device that proves them."""
+"""The gfx950 (MI355X) backend: FlyDSL kernels, a symmetric heap, and an emulated device that proves them.
+
+kernels: one file a stage; references: the same stages in torch; build: FlyDSL to code objects, cached. shuffle:
+weights in MFMA order. plan, record, launches: what is launched with which arguments and tables. device: the two
+devices, `emulated` and `hip`; emulator: the CPU that runs gfx950 code. expert, backend: the binding check and the door.
+
+Nothing here imports FlyDSL, MORI or ROCm before it is needed: FlyDSL when a kernel is compiled, the others for `hip`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megamoe.bundle import Bundle
+
+if TYPE_CHECKING:
+    from megamoe.backends.gfx950.backend import Gfx950Backend
+
+
+def open_backend(
+    bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
+) -> Gfx950Backend:
+    """Open rank `rank`; returns when all ranks have opened.
+
+    Deployments with `gfx950_emulated` run on emulated devices: all ranks in this process, each from its own thread.
+    Others need an MI355X, ROCm and MORI: one process a rank.
+    Raises ConfigError (a package or device is missing, settings that are not served), HeapError, PeerTimeoutError.
+    """
+    from megamoe.backends.gfx950.backend import Gfx950Backend, check_served
+    from megamoe.layout import plan_layout
+
+    check_served(bundle.deployment)
+    layout = plan_layout(bundle, num_slots=num_slots)
+    fingerprint = bundle.deployment.fingerprint()
+    if bundle.deployment.gfx950_emulated:
+        from megamoe.backends.gfx950.device import emulated
+
+        device: emulated.EmulatedDevice = emulated.join(
+            group_name, rank=rank, num_ranks=layout.num_ranks, heap_bytes=layout.num_bytes, fingerprint=fingerprint,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        return Gfx950Backend(bundle, device, num_slots=num_slots)
+    from megamoe.backends.gfx950.device import hip
+
+    return Gfx950Backend(
+        bundle,
+        hip.join(rank=rank, num_ranks=layout.num_ranks, heap_bytes=layout.num_bytes),
+        num_slots=num_slots,
+    )

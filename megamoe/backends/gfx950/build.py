@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import tempfile
@@ -72,7 +73,9 @@ def _version() -> str:
     try:
         return importlib.metadata.version("flydsl")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError("backend gfx950 needs the package flydsl: install megamoe[gfx950] (got: not installed)") from None
+        raise ConfigError(
+            "backend gfx950 needs the package flydsl: install megamoe[gfx950] (got: not installed)"
+        ) from None
 
 
 def cache_folder() -> Path:
@@ -107,7 +110,12 @@ def missing(specs: Mapping[str, KernelSpec], folder: Path | None = None) -> list
 @cache
 def _prepare() -> None:
     """Set what FlyDSL reads when it is imported: compile only, for gfx950, without its own cache."""
-    settings = {"COMPILE_ONLY": "1", "ARCH": "gfx950", "FLYDSL_GPU_ARCH": "gfx950", "FLYDSL_RUNTIME_ENABLE_CACHE": "0"}
+    settings = {
+        "COMPILE_ONLY": "1",
+        "ARCH": "gfx950",
+        "FLYDSL_GPU_ARCH": "gfx950",
+        "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
+    }
     os.environ.update(settings)
     rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
     if not (Path(rocm) / "llvm" / "bin" / "ld.lld").exists():

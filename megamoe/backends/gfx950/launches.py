@@ -1,4 +1,4 @@
-"""One rank's kernels, the private memory that they share, and the control block: a sub-step is a row of these launches."""
+"""One rank's kernels, the private memory that they share, and the control block. A sub-step is a row of launches."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def inner_bytes(intermediate: int) -> int:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Tile and grids for steps of up to `max_rows` rows a rank. block_m: rows of a tile; groups: workgroups a kernel."""
+    """Tile and grids for steps of up to `max_rows` rows a rank. block_m: rows of a tile. *_groups: workgroups."""
 
     max_rows: int
     block_m: int

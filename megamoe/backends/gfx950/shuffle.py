@@ -2,12 +2,12 @@
 
 `v_mfma_scale_f32_16x16x128` takes weights as first operand: lane 16 g + r holds row r of a block of 16 at k = 32 g to
 32 g + 31, 16 bytes of e2m1. A wave works on 64 columns, four such blocks, so packed codes are
-[experts, groups of 64 columns, K / 128, block, lane, 16 bytes]: a wave's load is 1 KiB without gaps and K runs on behind it.
+[experts, groups of 64 columns, K / 128, block, lane, 16 bytes]: a wave's load is 1 KiB without gaps, K follows it.
 Scales are [experts, groups, K / 512, lane, block, K block of 128]: 16 bytes a lane, one byte picked by the instruction.
 
-Which columns a block holds is chosen so that a lane ends with consecutive ones (the result's row 4 g + i is in lane group g):
-W2: column 16 g + 4 block + i of the group. W1: blocks 0 and 1 are gate columns 8 g + 4 block + i of 32, blocks 2 and 3 the
-up columns beside them. Missing columns and K are zero codes.
+Which columns a block holds is chosen so that a lane ends with consecutive ones (row 4 g + i of a result is in lane
+group g). W2: column 16 g + 4 block + i of the group. W1: blocks 0 and 1 are gate columns 8 g + 4 block + i of 32,
+blocks 2 and 3 the up columns beside them. Missing columns and K are zero codes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUP_K = 512
 
 @dataclass(frozen=True)
 class Packed:
-    """One matrix of all experts. codes: [E, groups, K blocks, 4, 64, 16] uint8; scales: [E, groups, K groups, 64, 16] uint8."""
+    """A matrix of all experts, uint8. codes [E, groups, K blocks, 4, 64, 16], scales [E, groups, K groups, 64, 16]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -56,9 +56,15 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, columns: torch.Tensor) -> Pa
     real = (columns.flatten() >= 0)[None, :, None]
     shape = (num_experts, len(columns), 4, 16)
     code_rows = _padded(codes[:, rows] * real, num_blocks * BLOCK_K // 2).view(*shape, num_blocks, 4, 16)
-    scale_rows = _padded(scales[:, rows] * real, num_groups * GROUP_K // MX_BLOCK).view(*shape, num_groups, 4, 4)
-    packed_codes = code_rows.permute(0, 1, 4, 2, 5, 3, 6).reshape(num_experts, len(columns), num_blocks, 4, 64, 16)
-    packed_scales = scale_rows.permute(0, 1, 4, 6, 3, 2, 5).reshape(num_experts, len(columns), num_groups, 64, 16)
+    scale_rows = _padded(scales[:, rows] * real, num_groups * GROUP_K // MX_BLOCK).view(
+        *shape, num_groups, 4, 4
+    )
+    packed_codes = code_rows.permute(0, 1, 4, 2, 5, 3, 6).reshape(
+        num_experts, len(columns), num_blocks, 4, 64, 16
+    )
+    packed_scales = scale_rows.permute(0, 1, 4, 6, 3, 2, 5).reshape(
+        num_experts, len(columns), num_groups, 64, 16
+    )
     return Packed(packed_codes.contiguous(), packed_scales.contiguous())
 
 

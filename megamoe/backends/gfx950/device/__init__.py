@@ -63,7 +63,10 @@ class Device(Protocol):
     num_ranks: int
     num_compute_units: int
     tick_hz: float
-    stream: Stream
+
+    @property
+    def stream(self) -> Stream:
+        """The queue that this backend uses."""
 
     def allocate(self, num_bytes: int, name: str, *, weights: bool = False) -> Memory:
         """Zeroed private memory, 256-byte aligned. weights: kernels never write it."""
@@ -74,11 +77,11 @@ class Device(Protocol):
     def heap_addresses(self) -> tuple[int, ...]:
         """Where this rank's kernels find every rank's part."""
 
-    def unserved(self, epoch: int) -> tuple[int, ...]:
-        """Ranks that have not come to launch `epoch`, as far as this device can tell from outside the kernels."""
+    def enter(self, epoch: int) -> tuple[int, ...]:
+        """Say that this rank has come to launch `epoch`. Returns the missing ranks if the group gave it up before."""
 
-    def enter(self, epoch: int) -> None:
-        """Say that this rank has come to launch `epoch`."""
+    def give_up(self, epoch: int) -> tuple[int, ...]:
+        """Ranks that did not come to launch `epoch`, as the first to give it up saw it; () where only kernels know."""
 
     def close(self) -> None:
         """Give everything back."""

@@ -1,4 +1,4 @@
-"""Ranks on emulated MI355X devices, all in one process and one address space, each driven by its own thread or all by one."""
+"""Ranks on emulated MI355X devices, all in one process, each driven by its own thread or all by one."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class EmulatedGroup:
     joined: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
     epochs: dict[int, int] = field(default_factory=dict)
+    given_up: tuple[int, tuple[int, ...]] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
@@ -90,11 +91,15 @@ def join(
     with _lock:
         group = _groups.get(name)
         if group is None:
-            group = EmulatedGroup(num_ranks, heap_bytes, config or emulator.DeviceConfig(num_ranks=num_ranks), fingerprint)
+            group = EmulatedGroup(
+                num_ranks, heap_bytes, config or emulator.DeviceConfig(num_ranks=num_ranks), fingerprint
+            )
             group.devices.hosts = num_ranks
             _groups[name] = group
     if group.fingerprint != fingerprint:
-        raise ConfigError(must_be(f"deployment of rank {rank}", f"the group's ({group.fingerprint})", fingerprint))
+        raise ConfigError(
+            must_be(f"deployment of rank {rank}", f"the group's ({group.fingerprint})", fingerprint)
+        )
     deadline_s = time.monotonic() + timeout_s
     with group.changed:
         if rank in group.joined:
@@ -108,7 +113,8 @@ def join(
                 group.joined.discard(rank)
                 _drop_if_empty(name, group)
                 raise PeerTimeoutError(
-                    f"ranks {missing} of group {name} did not open within {timeout_s} s (rank {rank})", missing
+                    f"ranks {missing} of group {name} did not open within {timeout_s} s (rank {rank})",
+                    missing,
                 )
     device = group.device(rank)
     device.name = name
@@ -187,13 +193,19 @@ class EmulatedDevice:
     def heap_addresses(self) -> tuple[int, ...]:
         return tuple(heap.address for heap in self.group.heaps)
 
-    def enter(self, epoch: int) -> None:
+    def enter(self, epoch: int) -> tuple[int, ...]:
         with self.group.changed:
             self.group.epochs[self.rank] = epoch
+            given_up = self.group.given_up
+            return given_up[1] if given_up is not None and given_up[0] == epoch else ()
 
-    def unserved(self, epoch: int) -> tuple[int, ...]:
-        with self.group.changed:
-            return tuple(rank for rank in range(self.num_ranks) if self.group.epochs.get(rank) != epoch)
+    def give_up(self, epoch: int) -> tuple[int, ...]:
+        group = self.group
+        with group.changed:
+            if group.given_up is None or group.given_up[0] != epoch:
+                missing = tuple(rank for rank in range(self.num_ranks) if group.epochs.get(rank) != epoch)
+                group.given_up = (epoch, missing)
+            return group.given_up[1]
 
     def close(self) -> None:
         with self.group.changed:

@@ -223,7 +223,9 @@ class _Lowering:
         row["bytes"] = min(4 * one.dst.width, 255) if one.encoding == "SMEM" else 0
         row["result_type"] = _result_type(name)
         # Results of these come in the order of issue, so that a register may be the target of two of them at once.
-        plain_load = name.startswith(("global_load_", "buffer_load_")) and "lds" not in name and not mods.get("lds")
+        plain_load = (
+            name.startswith(("global_load_", "buffer_load_")) and "lds" not in name and not mods.get("lds")
+        )
         row["in_order"] = 1 if plain_load else 2 if name.startswith("ds_read") else 0
         self.put(row["dst"], one.dst, one)
         self.put(row["sdst"], one.sdst, one)

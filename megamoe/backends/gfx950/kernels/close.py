@@ -1,4 +1,4 @@
-"""close: the end of a launch beyond its own flags. Either all ranks meet (after a cut step), or this one gives it up."""
+"""close: the end of a launch beyond its own flags. All ranks meet (after a cut step), or this one gives up."""
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -14,7 +14,12 @@ THREADS = 64
 
 @flyc.kernel(known_block_size=[THREADS, 1, 1])
 def close_kernel(
-    control: fx.Int64, bases: fx.Int64, heap: fx.Int64, rank: fx.Int32, ABORT: fx.Constexpr[int], NUM_RANKS: fx.Constexpr[int]
+    control: fx.Int64,
+    bases: fx.Int64,
+    heap: fx.Int64,
+    rank: fx.Int32,
+    ABORT: fx.Constexpr[int],
+    NUM_RANKS: fx.Constexpr[int],
 ):
     lds = fx.SharedAllocator().allocate(flags.FlagLds).peek()
     if const_expr(ABORT):
@@ -30,6 +35,9 @@ def close_kernel(
 
 
 @flyc.jit
-def compile_kernel(ABORT: fx.Constexpr[int], NUM_RANKS: fx.Constexpr[int], stream: fx.Stream = fx.Stream(None)):
+def compile_kernel(
+    ABORT: fx.Constexpr[int],
+    NUM_RANKS: fx.Constexpr[int],
+):
     z = fx.Int64(0)
-    close_kernel(z, z, z, fx.Int32(1), ABORT, NUM_RANKS).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    close_kernel(z, z, z, fx.Int32(1), ABORT, NUM_RANKS).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))

@@ -11,7 +11,19 @@ from flydsl.expr.typing import Vector as Vec
 
 from megamoe.backends.gfx950.kernels import flags
 from megamoe.backends.gfx950.kernels.lang import (
-    WAVE, as_float, bf16_pair, control_int, control_word, decode_four, long, pack_bf16, pointer, scale_value, uniform, wide, words,
+    WAVE,
+    as_float,
+    bf16_pair,
+    control_int,
+    control_word,
+    decode_four,
+    long,
+    pack_bf16,
+    pointer,
+    scale_value,
+    uniform,
+    wide,
+    words,
 )  # fmt: skip
 from megamoe.backends.gfx950.record import INFO_ERROR, INFO_FP8, POSTED, Word
 from megamoe.layout import FlagKind
@@ -54,7 +66,9 @@ def combine_kernel(
     wave = uniform(fx.block_idx.x * NUM_WAVES + fx.thread_idx.x // WAVE)
     lds = fx.SharedAllocator().allocate(flags.FlagLds).peek()
     num_parts = (HIDDEN + ELEMENTS - 1) // ELEMENTS
-    came = flags.wait(lds, control, bases, heap, rank, FlagKind.RETURN, fx.Int32((1 << NUM_RANKS) - 1), NUM_RANKS)
+    came = flags.wait(
+        lds, control, bases, heap, rank, FlagKind.RETURN, fx.Int32((1 << NUM_RANKS) - 1), NUM_RANKS
+    )
     if came == 1:
         fp8, refused = fx.Int32(0), fx.Int32(0)
         for owner in range_constexpr(NUM_RANKS):
@@ -65,7 +79,9 @@ def combine_kernel(
             status = pointer(control, fx.Int64, 8)
             fx.generic_store(status + int(Word.FP8), long(fp8))
             fx.generic_store(status + int(Word.REFUSED), long(refused))
-            fx.generic_store(status + int(Word.DONE_EPOCH), control_word(control, Word.EPOCH) | (POSTED << 32))
+            fx.generic_store(
+                status + int(Word.DONE_EPOCH), control_word(control, Word.EPOCH) | (POSTED << 32)
+            )
         rows = heap + control_word(control, Word.COMBINE_OFFSET)
         out = control_word(control, Word.OUT_PTR)
         for unit in range(wave, control_int(control, Word.NUM_ROWS) * num_parts, num_groups * NUM_WAVES):
@@ -84,7 +100,9 @@ def combine_kernel(
                         values = read_row(row, column, is_fp8, weight, HIDDEN)
                         total = [total[i] + values[i] for i in range_constexpr(8)]
                 packed = [pack_bf16(total[2 * i], total[2 * i + 1]) for i in range_constexpr(4)]
-                fx.generic_store(wide(out + (long(token) * HIDDEN + long(column)) * 2), Vec.from_elements(packed, fx.Int32))
+                fx.generic_store(
+                    wide(out + (long(token) * HIDDEN + long(column)) * 2), Vec.from_elements(packed, fx.Int32)
+                )
 
 
 @flyc.jit
@@ -94,9 +112,8 @@ def compile_kernel(
     TOPK: fx.Constexpr[int],
     NUM_EXPERTS: fx.Constexpr[int],
     NUM_RANKS: fx.Constexpr[int],
-    stream: fx.Stream = fx.Stream(None),
 ):
     z, one = fx.Int64(0), fx.Int32(1)
     combine_kernel(z, z, z, z, one, one, HIDDEN, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(1, 1, 1), block=(THREADS, 1, 1)
     )

@@ -1,4 +1,4 @@
-"""dispatch: this rank's rows into their owners' payload buffers, flags, and, as an owner, the rows of each local expert.
+"""dispatch: this rank's rows into their owners' buffers, flags, and, as an owner, the rows of each local expert.
 
 fixed_slot: row `token` of source rank s has slot s * capacity + token at every destination, and ids go to all ranks, so
 that what an older launch left in a slot is never taken for this one's. compact: rows lie densely at the places that
@@ -11,7 +11,16 @@ import flydsl.expr as fx
 from flydsl.expr import const_expr, range_constexpr
 
 from megamoe.backends.gfx950.kernels import flags, index
-from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, control_int, control_word, long, uniform, wide, words
+from megamoe.backends.gfx950.kernels.lang import (
+    WAVE,
+    ballot,
+    control_int,
+    control_word,
+    long,
+    uniform,
+    wide,
+    words,
+)
 from megamoe.backends.gfx950.record import Word
 from megamoe.layout import FlagKind
 
@@ -20,13 +29,31 @@ NUM_WAVES = THREADS // WAVE
 
 
 @flyc.jit
-def send(control, bases, rank, rows, meta, token_slots, sent_counts, num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS):
-    """A wave takes a (token, destination): what stands beside the row, and the row if the destination owns an expert."""
+def send(
+    control,
+    bases,
+    rank,
+    rows,
+    meta,
+    token_slots,
+    sent_counts,
+    num_groups,
+    COMPACT,
+    ROW_BYTES,
+    META_WORDS,
+    TOPK,
+    NUM_EXPERTS,
+    NUM_RANKS,
+):
+    """A wave takes a (token, destination): what stands beside the row, and the row if it has an expert there."""
     lane = fx.thread_idx.x % WAVE
     wave = uniform(fx.block_idx.x * NUM_WAVES + fx.thread_idx.x // WAVE)
     num_rows = control_int(control, Word.NUM_ROWS)
     first_slot = rank * control_int(control, Word.CAPACITY)
-    meta_offset, rows_offset = control_word(control, Word.META_OFFSET), control_word(control, Word.ROWS_OFFSET)
+    meta_offset, rows_offset = (
+        control_word(control, Word.META_OFFSET),
+        control_word(control, Word.ROWS_OFFSET),
+    )
     failed = control_int(control, Word.FAILED)
     num_units = (failed == 0).select(num_rows * NUM_RANKS, fx.Int32(0))
     sent = fx.Int32(0)
@@ -57,7 +84,9 @@ def send(control, bases, rank, rows, meta, token_slots, sent_counts, num_groups,
             target = heap + rows_offset + long(slot) * ROW_BYTES
             for at in range(lane * 16, fx.Int32(ROW_BYTES), fx.Int32(WAVE * 16)):
                 at = long(fx.Int32(at))
-                fx.generic_store(wide(target + at), fx.generic_load(wide(source + at), count=4), nontemporal=True)
+                fx.generic_store(
+                    wide(target + at), fx.generic_load(wide(source + at), count=4), nontemporal=True
+                )
         counted = wanted & (dst_rank != rank)
         sent = sent + counted.select(fx.Int32(1), fx.Int32(0))
     if (lane == 0) & (sent > 0):
@@ -89,7 +118,20 @@ def dispatch_kernel(
     lds = allocator.allocate(flags.FlagLds).peek()
     tables = allocator.allocate(index.lds_of(NUM_EXPERTS, NUM_WAVES)).peek()
     send(
-        control, bases, rank, rows, meta, token_slots, sent_counts, num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS
+        control,
+        bases,
+        rank,
+        rows,
+        meta,
+        token_slots,
+        sent_counts,
+        num_groups,
+        COMPACT,
+        ROW_BYTES,
+        META_WORDS,
+        TOPK,
+        NUM_EXPERTS,
+        NUM_RANKS,
     )
     last = flags.arrive(lds, control, num_groups)
     if (last == 1) & (control_int(control, Word.FAILED) == 0):
@@ -131,9 +173,8 @@ def compile_kernel(
     TOPK: fx.Constexpr[int],
     NUM_EXPERTS: fx.Constexpr[int],
     NUM_RANKS: fx.Constexpr[int],
-    stream: fx.Stream = fx.Stream(None),
 ):
     z, one = fx.Int64(0), fx.Int32(1)
     dispatch_kernel(
         z, z, z, z, z, z, z, z, z, one, one, one, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS
-    ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))

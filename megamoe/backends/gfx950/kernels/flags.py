@@ -7,10 +7,10 @@ then records who is missing, tells all peers, and the kernels that follow send n
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import const_expr, gpu, rocdl
+from flydsl.expr import gpu, rocdl
 
 from megamoe.backends.gfx950.kernels.lang import ballot, clock, control_word, long, pointer, words
-from megamoe.backends.gfx950.record import INFO_FP8, INFO_ERROR, INFO_ROWS_MASK, MAX_RANKS, POSTED, Word
+from megamoe.backends.gfx950.record import INFO_ROWS_MASK, MAX_RANKS, POSTED, Word
 from megamoe.layout import CACHE_LINE_BYTES
 
 _AGENT = rocdl.SyncScope.Agent
@@ -128,7 +128,10 @@ def _give_up(control, bases, rank, kind, flag, given_up, lacking, gone, epoch, N
             value = epoch | ((lacking | POSTED) << 32)
             offset = control_word(control, Word.ABORTS_OFFSET)
             fx.generic_store(
-                flag_word(peer_heap(bases, lane), offset, rank), value, memory_order=_ORDER.Release, volatile=True
+                flag_word(peer_heap(bases, lane), offset, rank),
+                value,
+                memory_order=_ORDER.Release,
+                volatile=True,
             )
             if ((lacking >> long(lane)) & 1) == 1:
                 fx.atomic_or(status + int(Word.MISSING), fx.Int64(1) << long(lane), syncscope=_AGENT)
@@ -164,6 +167,5 @@ def has_bit(info, bit):
 
 
 __all__ = [
-    "FlagLds", "INFO_ERROR", "INFO_FP8", "arrive", "has_bit", "peer_heap", "post", "ranks_with_rows", "rows_announced", "wait",
+    "FlagLds", "arrive", "flag_word", "has_bit", "peer_heap", "post", "ranks_with_rows", "rows_announced", "wait",
 ]  # fmt: skip
-_ = const_expr

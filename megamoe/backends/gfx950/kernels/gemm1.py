@@ -6,13 +6,24 @@ the 32 up columns beside them: one MX block of the result, so the block's scale 
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import const_expr, range_constexpr, rocdl
+from flydsl.expr import range_constexpr, rocdl
 from flydsl.expr.typing import T
 from flydsl.expr.typing import Vector as Vec
 
 from megamoe.backends.gfx950.kernels import tile
 from megamoe.backends.gfx950.kernels.lang import (
-    WAVE, absolute_bits, control_int, control_word, encode_four, larger, long, pointer, scale_of, sf_offset, uniform, words,
+    WAVE,
+    absolute_bits,
+    control_int,
+    control_word,
+    encode_four,
+    larger,
+    long,
+    pointer,
+    scale_of,
+    sf_offset,
+    uniform,
+    words,
 )  # fmt: skip
 from megamoe.backends.gfx950.record import Word
 
@@ -87,7 +98,9 @@ def gemm1_kernel(
             inside = (row < left).select(row, left)
             return fx.generic_load(words(row_table) + (row_base + first + inside) * 4) * ROW_BYTES
 
-        offsets = [payload_offset(thread // 32 + 8 * i) + thread % 32 * 16 for i in range_constexpr(BLOCK_M // 8)]
+        offsets = [
+            payload_offset(thread // 32 + 8 * i) + thread % 32 * 16 for i in range_constexpr(BLOCK_M // 8)
+        ]
         sf_at = payload_offset(thread % BLOCK_M) + HIDDEN
         column = n_tile * tile.NUM_WAVES + wave
         inside = (column < num_columns).select(column, fx.Int32(num_columns - 1))
@@ -98,7 +111,9 @@ def gemm1_kernel(
         )  # fmt: skip
         for m in range_constexpr(BLOCK_M // 16):
             values = [
-                swiglu(acc[m][n][i], acc[m][n + 2][i], LIMIT_MILLI / 1000) for n in range_constexpr(2) for i in range_constexpr(4)
+                swiglu(acc[m][n][i], acc[m][n + 2][i], LIMIT_MILLI / 1000)
+                for n in range_constexpr(2)
+                for i in range_constexpr(4)
             ]
             top = absolute_bits(values[0])
             for i in range_constexpr(1, 8):
@@ -111,10 +126,13 @@ def gemm1_kernel(
             if (row <= left) & (column < num_columns):
                 out = inner + long(row_base + first + row) * INNER_BYTES
                 fx.generic_store(
-                    pointer(out + long(column * 32 + lane // 16 * 8), fx.Int32, 8), Vec.from_elements(codes, fx.Int32)
+                    pointer(out + long(column * 32 + lane // 16 * 8), fx.Int32, 8),
+                    Vec.from_elements(codes, fx.Int32),
                 )
                 if lane < 16:
-                    fx.generic_store(pointer(out + long(INTERMEDIATE + sf_offset(column)), fx.Uint8, 1), fx.Uint8(byte))
+                    fx.generic_store(
+                        pointer(out + long(INTERMEDIATE + sf_offset(column)), fx.Uint8, 1), fx.Uint8(byte)
+                    )
 
 
 @flyc.jit
@@ -126,9 +144,22 @@ def compile_kernel(
     ROW_BYTES: fx.Constexpr[int],
     INNER_BYTES: fx.Constexpr[int],
     LIMIT_MILLI: fx.Constexpr[int],
-    stream: fx.Stream = fx.Stream(None),
 ):
     z = fx.Int64(0)
     gemm1_kernel(
-        z, z, z, z, z, z, z, fx.Int32(1), BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROW_BYTES, INNER_BYTES, LIMIT_MILLI
-    ).launch(grid=(1, 1, 1), block=(tile.THREADS, 1, 1), stream=stream)
+        z,
+        z,
+        z,
+        z,
+        z,
+        z,
+        z,
+        fx.Int32(1),
+        BLOCK_M,
+        HIDDEN,
+        INTERMEDIATE,
+        NUM_EXPERTS,
+        ROW_BYTES,
+        INNER_BYTES,
+        LIMIT_MILLI,
+    ).launch(grid=(1, 1, 1), block=(tile.THREADS, 1, 1))

@@ -1,7 +1,7 @@
 """gemm2: intermediate rows times W2; each result row goes straight to its (token, slot) place at its source rank.
 
-Persistent: workgroups take units (m-tile, 256 columns) in turn; the last one to finish posts the return flags. A lane ends
-with 16 consecutive columns of a row: 16-byte stores, 128 consecutive bytes a row and wave.
+Persistent: workgroups take units (m-tile, 256 columns) in turn; the last one to finish posts the return flags. A lane
+ends with 16 consecutive columns of a row: 16-byte stores, 128 consecutive bytes a row and wave.
 """
 
 import flydsl.compiler as flyc
@@ -9,7 +9,18 @@ import flydsl.expr as fx
 from flydsl.expr import const_expr, range_constexpr
 
 from megamoe.backends.gfx950.kernels import flags, results, tile
-from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, control_int, control_word, larger, long, pointer, popcount, uniform, words
+from megamoe.backends.gfx950.kernels.lang import (
+    WAVE,
+    ballot,
+    control_int,
+    control_word,
+    larger,
+    long,
+    pointer,
+    popcount,
+    uniform,
+    words,
+)
 from megamoe.backends.gfx950.record import INFO_FP8, Word
 from megamoe.layout import FlagKind
 
@@ -73,21 +84,26 @@ def gemm2_kernel(
             return inside * INNER_BYTES
 
         rows = inner + long(row_base + first) * INNER_BYTES
-        offsets = [inner_offset(thread // 32 + 8 * i) + thread % 32 * 16 for i in range_constexpr(BLOCK_M // 8)]
+        offsets = [
+            inner_offset(thread // 32 + 8 * i) + thread % 32 * 16 for i in range_constexpr(BLOCK_M // 8)
+        ]
         sf_at = inner_offset(thread % BLOCK_M) + INTERMEDIATE
         group = n_tile * tile.NUM_WAVES + wave
         inside = (group < num_columns).select(group, fx.Int32(num_columns - 1))
         at = expert * num_columns + inside
         acc = tile.multiply(
             lds, rows, offsets, sf_at,
-            weights + long(at) * (num_blocks * 4096), weight_scales + long(at) * (num_k_groups * 1024), INTERMEDIATE, BLOCK_M,
+            weights + long(at) * (num_blocks * 4096), weight_scales + long(at) * (num_k_groups * 1024), INTERMEDIATE,
+            BLOCK_M,
         )  # fmt: skip
         column = group * tile.COLUMNS + lane // 16 * 16
         for m in range_constexpr(BLOCK_M // 16):
             row = m * 16 + lane % 16
             values = [acc[m][n][i] for n in range_constexpr(4) for i in range_constexpr(4)]
             place = (row < left).select(row, left)
-            entry = fx.generic_load(pointer(row_table, fx.Int32, 16) + (row_base + first + place) * 4, count=4)
+            entry = fx.generic_load(
+                pointer(row_table, fx.Int32, 16) + (row_base + first + place) * 4, count=4
+            )
             out, src, weight = results.destination(bases, combine_offset, entry, 2 * HIDDEN)
             stored = (row <= left) & (column < HIDDEN)
             if const_expr(FP8):
@@ -103,7 +119,9 @@ def gemm2_kernel(
                     results.store_bf16(out, column, values)
             away = popcount(ballot((lane < 16) & (row <= left) & (src != rank)))
             if (group == 0) & (lane == 0):
-                fx.atomic_add(words(control) + 2 * int(Word.ROWS_RETURNED), away, syncscope=fx.rocdl.SyncScope.Agent)
+                fx.atomic_add(
+                    words(control) + 2 * int(Word.ROWS_RETURNED), away, syncscope=fx.rocdl.SyncScope.Agent
+                )
     last = flags.arrive(lds, control, num_groups)
     if (last == 1) & (failed == 0):
         flags.post(control, bases, rank, FlagKind.RETURN, fx.Int32(INFO_FP8 if FP8 else 0), NUM_RANKS)
@@ -118,9 +136,8 @@ def compile_kernel(
     NUM_RANKS: fx.Constexpr[int],
     INNER_BYTES: fx.Constexpr[int],
     FP8: fx.Constexpr[int],
-    stream: fx.Stream = fx.Stream(None),
 ):
     z, one = fx.Int64(0), fx.Int32(1)
     gemm2_kernel(
         z, z, z, z, z, z, z, one, one, BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_RANKS, INNER_BYTES, FP8
-    ).launch(grid=(1, 1, 1), block=(tile.THREADS, 1, 1), stream=stream)
+    ).launch(grid=(1, 1, 1), block=(tile.THREADS, 1, 1))

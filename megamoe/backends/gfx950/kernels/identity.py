@@ -6,7 +6,18 @@ from flydsl.expr import const_expr
 
 from megamoe.backends.gfx950.kernels import flags, results
 from megamoe.backends.gfx950.kernels.lang import (
-    WAVE, control_int, control_word, decode_four, long, max_of_lanes, pointer, scale_value, sf_offset, uniform, wide, words,
+    WAVE,
+    control_int,
+    control_word,
+    decode_four,
+    long,
+    max_of_lanes,
+    pointer,
+    scale_value,
+    sf_offset,
+    uniform,
+    wide,
+    words,
 )  # fmt: skip
 from megamoe.backends.gfx950.record import INFO_FP8, Word
 from megamoe.layout import FlagKind
@@ -53,14 +64,20 @@ def identity_kernel(
             values = [value * scale for i in range(2) for value in decode_four(codes[i])]
             out, src, weight = results.destination(bases, combine_offset, entry, 2 * HIDDEN)
             if const_expr(FP8):
-                values, byte, reciprocal, finite = results.block_scale(values, weight, lambda top: max_of_lanes(top, 4))
+                values, byte, reciprocal, finite = results.block_scale(
+                    values, weight, lambda top: max_of_lanes(top, 4)
+                )
                 results.store_codes(out, column, values, reciprocal, finite)
                 if lane % 4 == 0:
                     results.store_scale(out, HIDDEN, column, byte)
             else:
                 results.store_bf16(out, column, values)
             if (part == 0) & (lane == 0) & (src != rank):
-                fx.atomic_add(words(control) + 2 * int(Word.ROWS_RETURNED), fx.Int32(1), syncscope=fx.rocdl.SyncScope.Agent)
+                fx.atomic_add(
+                    words(control) + 2 * int(Word.ROWS_RETURNED),
+                    fx.Int32(1),
+                    syncscope=fx.rocdl.SyncScope.Agent,
+                )
     last = flags.arrive(lds, control, num_groups)
     if (last == 1) & (failed == 0):
         flags.post(control, bases, rank, FlagKind.RETURN, fx.Int32(INFO_FP8 if FP8 else 0), NUM_RANKS)
@@ -73,9 +90,8 @@ def compile_kernel(
     NUM_EXPERTS: fx.Constexpr[int],
     NUM_RANKS: fx.Constexpr[int],
     FP8: fx.Constexpr[int],
-    stream: fx.Stream = fx.Stream(None),
 ):
     z, one = fx.Int64(0), fx.Int32(1)
     identity_kernel(z, z, z, z, z, one, one, HIDDEN, ROW_BYTES, NUM_EXPERTS, NUM_RANKS, FP8).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(1, 1, 1), block=(THREADS, 1, 1)
     )

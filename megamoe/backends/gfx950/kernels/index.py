@@ -6,10 +6,19 @@ place among all routed rows, and to write. Nothing is exchanged between workgrou
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import const_expr, gpu, range_constexpr, rocdl
+from flydsl.expr import gpu, range_constexpr, rocdl
 from flydsl.expr.typing import Vector as Vec
 
-from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, lanes_below, long, popcount, uniform, wide, words
+from megamoe.backends.gfx950.kernels.lang import (
+    WAVE,
+    ballot,
+    lanes_below,
+    long,
+    popcount,
+    uniform,
+    wide,
+    words,
+)
 from megamoe.backends.gfx950.record import RESULT_INDEX_BITS
 
 _GROUP = rocdl.SyncScope.Workgroup
@@ -40,10 +49,22 @@ def locate(i, ends, first_rows):
 
 @flyc.jit
 def index_expert(
-    lds, meta, experts, row_table, expert, first_id, ends, first_rows, tile_shift, NUM_EXPERTS, TOPK, META_WORDS, THREADS
+    lds,
+    meta,
+    experts,
+    row_table,
+    expert,
+    first_id,
+    ends,
+    first_rows,
+    tile_shift,
+    NUM_EXPERTS,
+    TOPK,
+    META_WORDS,
+    THREADS,
 ):
-    """Write expert's record (rows, first routed row, first m-tile, 0) and its rows (payload row, source and result index,
-    weight, 0). meta: address of the words beside received rows; first_id: global id of local expert 0."""
+    """Write expert's record (rows, first routed row, first m-tile, 0) and its rows (payload row, source and result
+    index, weight, 0). meta: address of the words beside received rows; first_id: global id of local expert 0."""
     thread = fx.thread_idx.x
     total = ends[-1]
     for at in range(thread, fx.Int32(NUM_EXPERTS), fx.Int32(THREADS)):
@@ -72,7 +93,9 @@ def index_expert(
             wide(experts) + expert * 4, Vec.from_elements([count, row_base, tile_base, fx.Int32(0)], fx.Int32)
         )
     if count > 0:
-        _write_rows(lds, meta, row_table, expert + first_id, row_base, ends, first_rows, TOPK, META_WORDS, THREADS)
+        _write_rows(
+            lds, meta, row_table, expert + first_id, row_base, ends, first_rows, TOPK, META_WORDS, THREADS
+        )
     gpu.barrier()
 
 
@@ -111,11 +134,9 @@ def _write_rows(lds, meta, row_table, expert_id, row_base, ends, first_rows, TOP
                 result = (src << RESULT_INDEX_BITS) | (token * TOPK + k)
                 weight = fx.generic_load(beside + (1 + TOPK + k))
                 fx.generic_store(
-                    wide(row_table) + at * 4, Vec.from_elements([payload_row, result, weight, fx.Int32(0)], fx.Int32)
+                    wide(row_table) + at * 4,
+                    Vec.from_elements([payload_row, result, weight, fx.Int32(0)], fx.Int32),
                 )
             at = at + here[k].select(fx.Int32(1), fx.Int32(0))
         written = uniform(after)
         gpu.barrier()
-
-
-_ = const_expr

@@ -1,9 +1,8 @@
 """What all kernels are written with: typed pointers, wave-uniform values, lane reductions, MX arithmetic."""
 
-import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm
-from flydsl.expr import range_constexpr, rocdl
+from flydsl.expr import rocdl
 from flydsl.expr.typing import T
 from flydsl.expr.typing import Vector as Vec
 
@@ -11,14 +10,15 @@ WAVE = 64
 # DPP controls: lanes of a quad exchanged, halves of 8 and of 16 lanes mirrored.
 _SWAP_1, _SWAP_2, _MIRROR_8, _MIRROR_16 = 0xB1, 0x4E, 0x141, 0x140
 _MAX_FINITE = 0x7F7FFFFF
-# From the bits of a block's maximum to those of its scale: minus the exponent of 448, plus the carry of a mantissa above it.
+# From the bits of a block's maximum to those of its scale: minus 448's exponent, plus the carry of a larger mantissa.
 _TO_SCALE = 0x1FFFFF - (8 << 23)
 
 
 def pointer(address, kind, alignment):
     """Global pointer to elements of `kind` at a byte address (Int64)."""
     return fx.inttoptr(
-        fx.PointerType.get(elem_ty=kind.ir_type, address_space=fx.AddressSpace.Global, alignment=alignment), address
+        fx.PointerType.get(elem_ty=kind.ir_type, address_space=fx.AddressSpace.Global, alignment=alignment),
+        address,
     )
 
 

@@ -6,10 +6,19 @@ theirs, and adds up the rows of the ranks before this one: the one exchange of c
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import const_expr, gpu, range_constexpr, rocdl
+from flydsl.expr import gpu, range_constexpr, rocdl
 
 from megamoe.backends.gfx950.kernels import flags
-from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, control_int, control_word, lanes_below, long, popcount, uniform, words
+from megamoe.backends.gfx950.kernels.lang import (
+    WAVE,
+    ballot,
+    control_int,
+    control_word,
+    lanes_below,
+    popcount,
+    uniform,
+    words,
+)
 from megamoe.backends.gfx950.record import Word
 from megamoe.layout import FlagKind
 
@@ -78,7 +87,9 @@ def prepare_kernel(
     dst_rank = fx.block_idx.x
     lds = fx.SharedAllocator().allocate(Lds).peek()
     num_rows = control_int(control, Word.NUM_ROWS)
-    count = number_tokens(lds, meta, token_slots, dst_rank, num_rows, TOPK, META_WORDS, NUM_EXPERTS, NUM_RANKS)
+    count = number_tokens(
+        lds, meta, token_slots, dst_rank, num_rows, TOPK, META_WORDS, NUM_EXPERTS, NUM_RANKS
+    )
     if thread == 0:
         fx.generic_store(words(sent_counts) + dst_rank, count)
     last = flags.arrive(lds, control, fx.Int32(NUM_RANKS))
@@ -87,11 +98,15 @@ def prepare_kernel(
         if thread < NUM_RANKS * NUM_RANKS:
             peer, about = thread // NUM_RANKS, thread % NUM_RANKS
             there = words(flags.peer_heap(bases, peer) + counts_offset)
-            fx.generic_store(there + (rank * COUNTS_WORDS + about), fx.generic_load(words(sent_counts) + about))
+            fx.generic_store(
+                there + (rank * COUNTS_WORDS + about), fx.generic_load(words(sent_counts) + about)
+            )
         rocdl.s_waitcnt(0)
         gpu.barrier()
         flags.post(control, bases, rank, FlagKind.COUNTS, num_rows, NUM_RANKS)
-        came = flags.wait(lds, control, bases, heap, rank, FlagKind.COUNTS, fx.Int32((1 << NUM_RANKS) - 1), NUM_RANKS)
+        came = flags.wait(
+            lds, control, bases, heap, rank, FlagKind.COUNTS, fx.Int32((1 << NUM_RANKS) - 1), NUM_RANKS
+        )
         if (came == 1) & (thread < NUM_RANKS):
             base = fx.Int32(0)
             here = words(heap + counts_offset)
@@ -108,12 +123,8 @@ def compile_kernel(
     TOPK: fx.Constexpr[int],
     NUM_EXPERTS: fx.Constexpr[int],
     NUM_RANKS: fx.Constexpr[int],
-    stream: fx.Stream = fx.Stream(None),
 ):
     z, one = fx.Int64(0), fx.Int32(1)
     prepare_kernel(z, z, z, z, z, z, one, COUNTS_WORDS, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(1, 1, 1), block=(THREADS, 1, 1)
     )
-
-
-_ = (const_expr, long)

@@ -6,8 +6,23 @@ One wave quantizes 512 elements of a row: a lane 8 of them, four lanes a block. 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import const_expr, range_constexpr
+from flydsl.expr.typing import Vector as Vec
 
-from megamoe.backends.gfx950.kernels.lang import *  # noqa: F403
+from megamoe.backends.gfx950.kernels.lang import (
+    absolute_bits,
+    bf16_pair,
+    control_int,
+    control_word,
+    encode_four,
+    larger,
+    long,
+    max_of_lanes,
+    pointer,
+    scale_of,
+    sf_offset,
+    wide,
+    words,
+)  # fmt: skip
 from megamoe.backends.gfx950.record import Word
 
 BLOCK = 64
@@ -16,7 +31,7 @@ ELEMENTS = 512
 
 @flyc.jit
 def encode_block(values, codes_ptr, scale_ptr, first_lane):
-    """Encode this lane's 8 Float32, a quarter of an MX block, and store codes; the first lane of four stores the scale."""
+    """Encode this lane's 8 Float32, a quarter of an MX block; the first lane of four stores the scale."""
     top = absolute_bits(values[0])
     for i in range_constexpr(1, 8):
         top = larger(top, absolute_bits(values[i]))
@@ -71,12 +86,16 @@ def quantize_kernel(
         first_lane = lane % 4 == 0
         if column < HIDDEN:
             if const_expr(QUANTIZED):
-                codes = fx.generic_load(pointer(hidden_ptr + long(token) * HIDDEN + long(column), fx.Int32, 8), count=2)
+                codes = fx.generic_load(
+                    pointer(hidden_ptr + long(token) * HIDDEN + long(column), fx.Int32, 8), count=2
+                )
                 at = pointer(sf_ptr + long(token) * (HIDDEN // 32) + long(block), fx.Uint8, 1)
                 byte = fx.Int32(fx.generic_load(at, dtype=fx.Uint8))
                 copy_block(codes, byte, codes_ptr, scale_ptr, first_lane)
             else:
-                packed = fx.generic_load(wide(hidden_ptr + (long(token) * HIDDEN + long(column)) * 2), count=4)
+                packed = fx.generic_load(
+                    wide(hidden_ptr + (long(token) * HIDDEN + long(column)) * 2), count=4
+                )
                 values = []
                 for i in range_constexpr(4):
                     values += bf16_pair(packed[i])
@@ -107,9 +126,8 @@ def compile_kernel(
     TOPK: fx.Constexpr[int],
     NUM_EXPERTS: fx.Constexpr[int],
     QUANTIZED: fx.Constexpr[int],
-    stream: fx.Stream = fx.Stream(None),
 ):
     zero = fx.Int64(0)
-    quantize_kernel(zero, zero, zero, fx.Int32(1), HIDDEN, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, QUANTIZED).launch(
-        grid=(1, 1, 1), block=(BLOCK, 1, 1), stream=stream
-    )
+    quantize_kernel(
+        zero, zero, zero, fx.Int32(1), HIDDEN, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, QUANTIZED
+    ).launch(grid=(1, 1, 1), block=(BLOCK, 1, 1))

@@ -1,12 +1,19 @@
-"""Result rows on their way back: where a routed row goes, and how it is written there, bf16 or FP8 with its weight applied."""
+"""Result rows on their way back: where a routed row goes, and how it is written there: bf16, or FP8 weighted."""
 
-import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import range_constexpr
 from flydsl.expr.typing import Vector as Vec
 
 from megamoe.backends.gfx950.kernels.lang import (
-    absolute_bits, as_float, encode_four, larger, long, pack_bf16, pointer, scale_of, wide,
+    absolute_bits,
+    as_float,
+    encode_four,
+    larger,
+    long,
+    pack_bf16,
+    pointer,
+    scale_of,
+    wide,
 )  # fmt: skip
 from megamoe.backends.gfx950.record import RESULT_INDEX_BITS
 
@@ -42,13 +49,12 @@ def store_codes(row, column, values, reciprocal, finite):
     """Consecutive Float32, a multiple of 4, as e4m3 from `column` of the row on."""
     codes = [encode_four(values[4 * i : 4 * i + 4], reciprocal, finite) for i in range(len(values) // 4)]
     fx.generic_store(
-        pointer(row + long(column), fx.Int32, 4 * len(codes)), Vec.from_elements(codes, fx.Int32), nontemporal=True
+        pointer(row + long(column), fx.Int32, 4 * len(codes)),
+        Vec.from_elements(codes, fx.Int32),
+        nontemporal=True,
     )
 
 
 def store_scale(row, hidden, column, byte):
     """The scale of the MX block at `column`, in plain order behind the row's codes."""
     fx.generic_store(pointer(row + long(hidden) + long(column // 32), fx.Uint8, 1), fx.Uint8(byte))
-
-
-_ = flyc

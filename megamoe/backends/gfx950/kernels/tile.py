@@ -1,8 +1,8 @@
 """The matrix loop of both GEMMs: BLOCK_M routed rows against 64 packed weight columns a wave.
 
-Weights are the first matrix operand: they stream from memory straight into registers, 16 bytes a lane, one group of 512
-along K ahead. Rows are the second: four waves stage them in LDS together. A lane so ends with consecutive columns of one
-row per 16 rows. K is summed in blocks of 128 in ascending order whatever the tile, so a row's bits do not depend on it.
+Weights are the first matrix operand: they stream from memory straight into registers, 16 bytes a lane, one group of
+512 along K ahead. Rows are the second: four waves stage them in LDS together. So a lane ends with consecutive columns
+of one row of 16. K is summed in blocks of 128 in ascending order whatever the tile: a row's bits do not depend on it.
 """
 
 import flydsl.compiler as flyc
@@ -10,7 +10,7 @@ import flydsl.expr as fx
 from flydsl.expr import const_expr, gpu, range_constexpr, rocdl
 from flydsl.expr.typing import Vector as Vec
 
-from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, long, pointer, popcount, uniform, wide, words
+from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, long, popcount, uniform, wide, words
 
 NUM_WAVES = 4
 THREADS = NUM_WAVES * WAVE
@@ -65,7 +65,8 @@ def load_weights(weights, block):
     """One 16x128 block of each of the wave's four column blocks. block: Int32 index along K from the wave's first."""
     lane = fx.thread_idx.x % WAVE
     return [
-        fx.generic_load(wide(weights) + ((block * 4 + n) * 256 + lane * 4), count=4, nontemporal=True) for n in range(4)
+        fx.generic_load(wide(weights) + ((block * 4 + n) * 256 + lane * 4), count=4, nontemporal=True)
+        for n in range(4)
     ]
 
 
@@ -124,8 +125,8 @@ def load_row_scales(rows, sf_offset, k_group):
 def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M):
     """[BLOCK_M / 16][4] vectors of four Float32: the tile's rows times the wave's 64 columns.
 
-    rows: address (Int64) that offsets (this thread's rows at its 16-byte place) and sf_offset (scales of row thread_idx)
-    count from. weights, weight_scales: addresses of the wave's 64 columns, all of K.
+    rows: address (Int64) that offsets (this thread's rows at its 16-byte place) and sf_offset (scales of row
+    thread_idx) count from. weights, weight_scales: addresses of the wave's 64 columns, all of K.
     """
     num_m = BLOCK_M // 16
     num_blocks = (K + 127) // 128

@@ -1,0 +1,306 @@
+"""Gfx950Backend: one rank on an MI355X, real or emulated. A sub-step is a fixed row of kernels on the rank's stream.
+
+Nothing synchronises with the host between `begin` and `finish`: counts, work lists and failures live on the device.
+Decode sub-steps (fixed_slot) are captured in a graph at first use and replayed. `finish` waits for the stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from megamoe.backends import Launch
+from megamoe.backends.gfx950.build import Code
+from megamoe.backends.gfx950.device import Device, DeviceStuckError, Graph
+from megamoe.backends.gfx950.expert import expert_rows
+from megamoe.backends.gfx950.launches import BoundLayer, PackedMemory, RankLaunches
+from megamoe.backends.gfx950.plan import LaunchPlan, plan_launch
+from megamoe.backends.gfx950.record import POSTED, Word
+from megamoe.backends.gfx950.shuffle import pack_layer
+from megamoe.batch import Counters, MoeBatch, StageTimes, SubStepReport
+from megamoe.bundle import Bundle, Deployment, Path, RowFormat
+from megamoe.errors import (
+    BindingError,
+    ConfigError,
+    IneligibleError,
+    InternalError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    must_be,
+)
+from megamoe.layout import FlagKind, plan_layout
+from megamoe.weights import LayerWeights
+
+STAGES: dict[Path, tuple[str, ...]] = {
+    Path.FIXED_SLOT: ("quantize", "dispatch", "gemm1", "gemm2", "combine"),
+    Path.COMPACT: ("quantize", "prepare", "dispatch", "gemm1", "gemm2", "combine"),
+}
+MAX_TOPK = 31
+"""Token index, ids and weights of a row are written by one wave at once: 1 + 2 x 31 words."""
+_FLAG_BYTES = 8
+_GRACE_S = 1.0
+"""How much longer the host waits than the kernels, which know better who is missing."""
+
+
+def check_served(deployment: Deployment) -> None:
+    """Raises ConfigError for settings that this backend does not serve."""
+    shape = deployment.shape
+    not_yet = "False: this path is not built here yet"
+    wanted: tuple[tuple[str, bool, object, object], ...] = (
+        ("activation on gfx950", shape.activation == "silu", "silu", shape.activation),
+        ("num_topk on gfx950", shape.num_topk <= MAX_TOPK, f"at most {MAX_TOPK}", shape.num_topk),
+        (
+            "combine_row_format on gfx950",
+            deployment.combine_row_format is not RowFormat.AUTO,
+            "bf16 or fp8",
+            deployment.combine_row_format,
+        ),
+        ("small_m_enabled on gfx950", not deployment.small_m_enabled, not_yet, deployment.small_m_enabled),
+        ("large_m_enabled on gfx950", not deployment.large_m_enabled, not_yet, deployment.large_m_enabled),
+    )
+    for name, served, need, value in wanted:
+        if not served:
+            raise ConfigError(must_be(name, need, value))
+
+
+class Gfx950Backend:
+    """Implements megamoe.backends.Backend on a device of this backend. One thread owns it.
+
+    use_graphs: capture fixed_slot sub-steps; else all kernels are launched each time.
+    """
+
+    def __init__(
+        self, bundle: Bundle, device: Device, *, num_slots: int | None = None, use_graphs: bool = True
+    ) -> None:
+        check_served(bundle.deployment)
+        layout = plan_layout(bundle, num_slots=num_slots)
+        self.bundle, self.device, self.rank = bundle, device, device.rank
+        self.fp8 = bundle.deployment.combine_row_format is RowFormat.FP8
+        self.launches = RankLaunches(device, layout, fp8=self.fp8)
+        self._use_graphs = use_graphs
+        self._layers: list[BoundLayer | None] = [None] * layout.num_slots
+        self._graphs: dict[tuple[object, ...], Graph] = {}
+        self._call: _Call | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------- binding
+
+    def bind(
+        self,
+        slot_idx: int,
+        weights: LayerWeights,
+        check: Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None] | None = None,
+    ) -> None:
+        """Put this rank's experts in MFMA order on the device, let `check` look at one, and swap them in."""
+        self._check_slot(slot_idx)
+        packed = pack_layer(weights, self.bundle.shape)
+        w13, w2 = (
+            PackedMemory.upload(self.device, one, name)
+            for one, name in zip(packed, ("W13", "W2"), strict=True)
+        )
+        try:
+            if check is not None:
+                check(partial(self._expert_rows, w13, w2))
+        except BaseException:
+            w13.free()
+            w2.free()
+            raise
+        self._swap(slot_idx, w13, w2)
+
+    def _expert_rows(
+        self, w13: PackedMemory, w2: PackedMemory, expert: int, rows: torch.Tensor
+    ) -> torch.Tensor:
+        return expert_rows(self.launches, w13, w2, expert, rows, timeout_s=600.0)
+
+    def bind_identity(self, slot_idx: int) -> None:
+        """Experts that give a row back as it came: both GEMMs are bypassed, transport and combine are not."""
+        self._check_slot(slot_idx)
+        self._swap(slot_idx, None, None)
+
+    def _swap(self, slot_idx: int, w13: PackedMemory | None, w2: PackedMemory | None) -> None:
+        """Graphs of the old weights go first, then the weights: no recording ever outlives what it points to."""
+        old = self._layers[slot_idx]
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != slot_idx}
+        self._layers[slot_idx] = BoundLayer(w13, w2, 0 if old is None else old.version + 1)
+        for memory in (old.w13, old.w2) if old is not None else ():
+            if memory is not None:
+                memory.free()
+
+    def _check_slot(self, slot_idx: int) -> None:
+        if not 0 <= slot_idx < len(self._layers):
+            raise BindingError(must_be("slot_idx", f"from 0 to {len(self._layers) - 1}", slot_idx))
+        if self._call is not None:
+            raise BindingError("a slot is bound between sub-steps only: one is under way")
+
+    # ------------------------------------------------------------------------------------------- sub-steps
+
+    def stages(self, path: Path) -> tuple[str, ...]:
+        if path not in STAGES:
+            raise IneligibleError(must_be("path on gfx950", f"one of {', '.join(STAGES)}", path))
+        return STAGES[path]
+
+    def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
+        layer = self._layers[launch.slot_idx]
+        if layer is None:
+            raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
+        missing = self.device.enter(launch.epoch)
+        if missing:
+            raise self._timeout(launch, missing, "the group gave this launch up before this rank came")
+        path = launch.sub_step.path
+        plan = plan_launch(self.bundle.shape, launch.sub_step.max_rows, self.device.num_compute_units)
+        quantized = batch.hidden_states_sf is not None
+        codes = self.launches.codes(plan, path, quantized=quantized, identity=layer.w13 is None)
+        left_s = max(launch.deadline_s - time.monotonic(), 1e-3)
+        self.launches.begin(launch, batch, int(left_s * self.device.tick_hz))
+        self._call = _Call(launch, layer, batch, out, plan, codes)
+        if self._use_graphs and path is Path.FIXED_SLOT:
+            key = (launch.slot_idx, layer.version, plan, quantized)
+            self._call.graph_key = key
+            if key not in self._graphs:
+                self._graphs[key] = self._capture(self._call)
+
+    def _capture(self, call: _Call) -> Graph:
+        stream = self.device.stream
+        stream.begin_capture()
+        for stage in STAGES[call.launch.sub_step.path]:
+            self._queue(call, stage)
+        return stream.end_capture()
+
+    def launch(self, stage: str) -> None:
+        call = self._running()
+        call.num_launches += 1
+        if call.graph_key is None:
+            self._queue(call, stage)
+        elif call.num_launches == 1:
+            self._graphs[call.graph_key].replay()
+
+    def _queue(self, call: _Call, stage: str) -> None:
+        launches, codes, plan = self.launches, call.codes, call.plan
+        w13, w2 = call.layer.w13, call.layer.w2
+        if stage == "quantize":
+            launches.quantize(codes[stage], plan)
+        elif stage == "prepare":
+            launches.prepare(codes[stage])
+        elif stage == "dispatch":
+            launches.dispatch(codes[stage], plan)
+        elif stage == "gemm1" and w13 is not None:
+            launches.gemm1(codes[stage], plan, w13)
+        elif stage == "gemm2" and w2 is not None:
+            launches.gemm2(codes[stage], plan, w2)
+        elif stage == "gemm2":
+            launches.identity(codes["identity"], plan)
+        elif stage == "combine":
+            launches.combine(codes[stage], plan)
+
+    def finish(self) -> SubStepReport:
+        call = self._running()
+        launch = call.launch
+        if launch.closing:
+            self.launches.close(call.codes["close"])
+        try:
+            self.device.stream.synchronize(max(launch.deadline_s - time.monotonic(), 0.0) + _GRACE_S)
+        except DeviceStuckError as error:
+            raise self._timeout(launch, self.device.give_up(launch.epoch), str(error)) from error
+        status = self.launches.status()
+        self._raise_failures(launch, status)
+        self._call = None
+        rows = call.out.shape[0]
+        call.out.copy_(self.launches.out.read(torch.bfloat16, (rows, self.bundle.shape.hidden)))
+        return self._report(call, status)
+
+    def _raise_failures(self, launch: Launch, status: dict[Word, int]) -> None:
+        if status[Word.FAILED]:
+            kind = FlagKind(status[Word.FAILED_KIND]).name.lower()
+            seen = status[Word.FAILED_SEEN] & 0xFFFFFFFF
+            why = f"expected epoch {launch.epoch} in its {kind} flag, seen {seen}"
+            raise self._timeout(launch, _ranks(status[Word.MISSING]), why)
+        if status[Word.DONE_EPOCH] & (1 << 64) - 1 != launch.epoch | POSTED << 32:
+            why = "a peer gave this launch up"
+            raise self._timeout(launch, self.device.give_up(launch.epoch), why)
+        refusing = _ranks(status[Word.REFUSED])
+        if refusing:
+            where = f"slot {launch.slot_idx}, epoch {launch.epoch}"
+            raise PeerRefusedError(f"ranks {refusing} refused the call of {where}", refusing)
+
+    def _timeout(self, launch: Launch, missing: tuple[int, ...], why: str) -> PeerTimeoutError:
+        where = f"rank {self.rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
+        return PeerTimeoutError(f"ranks {list(missing)} did not come in time ({where}): {why}", missing)
+
+    def _report(self, call: _Call, status: dict[Word, int]) -> SubStepReport:
+        sub_step, layout, shape = call.launch.sub_step, self.launches.layout, self.bundle.shape
+        peers = shape.num_ranks - 1
+        counted = sub_step.path is Path.COMPACT
+        meta_rows = status[Word.ROWS_SENT] if counted else peers * call.batch.num_rows
+        num_flags = 2 + counted + call.launch.closing
+        result_bytes = shape.hidden + layout.sf_bytes if self.fp8 else layout.result_bytes
+        counts = self.launches.rows_per_expert()
+        block_m = call.plan.block_m
+        fp8 = set(_ranks(status[Word.FP8]))
+        return SubStepReport(
+            path=sub_step.path,
+            runtime_capacity=sub_step.runtime_capacity,
+            num_rows_per_rank=sub_step.num_rows_per_rank,
+            row_format_per_rank=tuple(
+                RowFormat.FP8 if rank in fp8 else RowFormat.BF16 for rank in range(shape.num_ranks)
+            ),
+            counters=Counters(
+                count_exchanges=int(counted),
+                prepare_passes=int(counted),
+                launches=call.num_launches,
+                group_barriers=int(counted) + int(call.launch.closing),
+                bytes_sent=status[Word.ROWS_SENT] * layout.row_bytes
+                + meta_rows * 4 * layout.meta_words
+                + status[Word.ROWS_RETURNED] * result_bytes
+                + peers * (num_flags * _FLAG_BYTES + 4 * shape.num_ranks * counted),
+                padded_rows=sum(-count % block_m for count in counts) if call.layer.w13 is not None else 0,
+                dropped_slots=int((call.batch.topk_ids < 0).sum()),
+                rows_received=sum(counts),
+            ),
+            times=StageTimes(total_us=(time.perf_counter() - call.started_s) * 1e6),
+        )
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
+        call, self._call = self._call, None
+        if call is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
+            return
+        self.launches.close(call.codes["abort"])
+        self.device.stream.synchronize(_GRACE_S)
+
+    def _running(self) -> _Call:
+        if self._call is None:
+            raise InternalError("no sub-step is under way: begin comes first; this is a bug")
+        return self._call
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._graphs, self._layers = {}, []
+        self.device.close()
+
+
+class _Call:
+    """The sub-step under way."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        layer: BoundLayer,
+        batch: MoeBatch,
+        out: torch.Tensor,
+        plan: LaunchPlan,
+        codes: dict[str, Code],
+    ) -> None:
+        self.launch, self.layer, self.batch, self.out = launch, layer, batch, out
+        self.plan, self.codes = plan, codes
+        self.graph_key: tuple[object, ...] | None = None
+        self.num_launches = 0
+        self.started_s = time.perf_counter()
+
+
+def _ranks(mask: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(8) if mask >> rank & 1)
