@@ -259,7 +259,7 @@ class DeviceGroup:
         self._programs: dict[int, NDArray[np.void]] = {}
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._waiters = 0
+        self._waiting: list[Sequence[int]] = []
         self.hosts = 1
         self.num_executed = 0
 
@@ -374,17 +374,20 @@ class DeviceGroup:
         """
         deadline, budget = time.monotonic() + timeout_s, self.config.max_instructions
         with self._changed:
-            self._waiters += 1
+            self._waiting.append(launches)
             try:
-                while not all(self.lib.emu_launch_done(self.machine, k) for k in launches):
+                while not self._done(launches):
                     used = ctypes.c_uint64()
                     status = self.lib.emu_step(self.machine, min(_SLICE, budget), ctypes.byref(used))
                     budget -= used.value
                     self.num_executed += used.value
                     self._after_step(status, budget, deadline)
             finally:
-                self._waiters -= 1
+                self._waiting.remove(launches)
                 self._changed.notify_all()
+
+    def _done(self, launches: Sequence[int]) -> bool:
+        return all(self.lib.emu_launch_done(self.machine, k) for k in launches)
 
     def _after_step(self, status: int, budget: int, deadline: float) -> None:
         if status == _FAULTED:
@@ -392,7 +395,9 @@ class DeviceGroup:
             self.lib.emu_reset(self.machine)
             raise error(text)
         if status == _QUIET:
-            if self._waiters < self.hosts and time.monotonic() < deadline:
+            # A thread whose launches have ended, but which has yet to wake up, may go on to queue more.
+            stuck = sum(not self._done(launches) for launches in self._waiting)
+            if stuck < self.hosts and time.monotonic() < deadline:
                 self._changed.wait(0.05)  # another host thread may still queue what the waves wait for
                 return
             text = describe_waiting(self)
