@@ -98,9 +98,7 @@ def gemm1_kernel(
             inside = (row < left).select(row, left)
             return fx.generic_load(words(row_table) + (row_base + first + inside) * 4) * ROW_BYTES
 
-        offsets = [
-            payload_offset(thread // 32 + 8 * i) + thread % 32 * 16 for i in range_constexpr(BLOCK_M // 8)
-        ]
+        offsets = [payload_offset(thread // 32 + 8 * i) for i in range_constexpr(BLOCK_M // 8)]
         sf_at = payload_offset(thread % BLOCK_M) + HIDDEN
         column = n_tile * tile.NUM_WAVES + wave
         inside = (column < num_columns).select(column, fx.Int32(num_columns - 1))

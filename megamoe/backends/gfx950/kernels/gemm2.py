@@ -84,9 +84,7 @@ def gemm2_kernel(
             return inside * INNER_BYTES
 
         rows = inner + long(row_base + first) * INNER_BYTES
-        offsets = [
-            inner_offset(thread // 32 + 8 * i) + thread % 32 * 16 for i in range_constexpr(BLOCK_M // 8)
-        ]
+        offsets = [inner_offset(thread // 32 + 8 * i) for i in range_constexpr(BLOCK_M // 8)]
         sf_at = inner_offset(thread % BLOCK_M) + INTERMEDIATE
         group = n_tile * tile.NUM_WAVES + wave
         inside = (group < num_columns).select(group, fx.Int32(num_columns - 1))

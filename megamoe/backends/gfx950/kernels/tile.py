@@ -41,13 +41,14 @@ def num_m_tiles(experts, num_experts, tile_shift):
 
 def load_rows(rows, offsets, k_group, K):
     """This thread's 16-byte pieces of the tile's rows in one K group. Past the end of a row: zero codes."""
-    column = fx.thread_idx.x % 32 * 16
+    column = k_group * GROUP + fx.thread_idx.x % 32 * 16
+    inside = column < K
+    if const_expr(K % GROUP != 0):
+        column = inside.select(column, fx.Int32(0))
     pieces = []
     for offset in offsets:
-        at = rows + long(offset) + long(k_group * GROUP)
-        piece = fx.generic_load(wide(at), count=4)
+        piece = fx.generic_load(wide(rows + long(offset + column)), count=4)
         if const_expr(K % GROUP != 0):
-            inside = k_group * GROUP + column < K
             piece = Vec.from_elements([inside.select(piece[i], fx.Int32(0)) for i in range(4)], fx.Int32)
         pieces.append(piece)
     return pieces
@@ -125,7 +126,7 @@ def load_row_scales(rows, sf_offset, k_group):
 def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M):
     """[BLOCK_M / 16][4] vectors of four Float32: the tile's rows times the wave's 64 columns.
 
-    rows: address (Int64) that offsets (this thread's rows at its 16-byte place) and sf_offset (scales of row
+    rows: address (Int64) that offsets (this thread's rows, every eighth of the tile) and sf_offset (scales of row
     thread_idx) count from. weights, weight_scales: addresses of the wave's 64 columns, all of K.
     """
     num_m = BLOCK_M // 16
