@@ -97,10 +97,8 @@ class AttentionTier:
                 raise InvalidArgumentError(
                     must_be("prompt and output", f"at most {name} = {limit} tokens", num_tokens)
                 )
-        matches = [rank.cache.match(request.cache_uid, request.hash_ids) for rank in self._ranks]
-        request.rank = self._router.choose(
-            request.cache_uid, request.agent_uid, matches, [rank.load for rank in self._ranks]
-        )
+        states = [rank.state(request) for rank in self._ranks]
+        request.rank = self._router.choose(request.cache_uid, request.agent_uid, states)
         request.acceptance = config.speculation.schedule(request.uid, config.seed)
         self._ranks[request.rank].waiting.append(request)
         return request.rank

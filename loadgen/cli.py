@@ -21,9 +21,11 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from loadgen.clock import RealClock
+from loadgen.attention_time import Stragglers
 from loadgen.display import final_tables, watch
-from loadgen.live import LiveTier
+from loadgen.moe_source import SimulatedMoe, open_moe
+from loadgen.moe_table import TableTier
+from loadgen.moe_tier import MoeTier
 from loadgen.profiles import RunProfile, run_profile
 from loadgen.replay import Replay
 from loadgen.report import build_report, write_report
@@ -55,6 +57,8 @@ class Options:
     scenario: dict[str, Any]
     tier: dict[str, Any]
     num_drafts: int | None
+    simulated: SimulatedMoe | None = None
+    num_micro_batches: int = 1
 
     def resolve(self, service_profile: str) -> RunProfile:
         """The settings of the run. Raises ConfigError naming the field."""
@@ -117,6 +121,28 @@ def main(
         bool | None,
         typer.Option("--unsafe-override", help="go on where the scenario forbids; submission_valid=false"),
     ] = None,
+    draft_moe_layers: Annotated[
+        int | None,
+        typer.Option(help="MoE layers of the draft model, called once a draft with n rows [full: 1]"),
+    ] = None,
+    kv_capacity_tokens: Annotated[
+        int | None, typer.Option(help="KV memory of a rank in tokens; 0 = unlimited [0]")
+    ] = None,
+    straggler_share: Annotated[
+        float, typer.Option(help="how often a rank's attention is late, as a share of its steps")
+    ] = 0.0,
+    straggler_slowdown: Annotated[float, typer.Option(help="how many times longer it then takes")] = 2.0,
+    micro_batches: Annotated[int, typer.Option(help="parts of a step in flight at once")] = 1,
+    moe_time: Annotated[
+        str | None,
+        typer.Option(
+            help="simulate: take MoE time from this table and call no service; a file or mi355x-v4-pro"
+        ),
+    ] = None,
+    paths: Annotated[
+        str | None,
+        typer.Option(help="with --moe-time: paths that may serve, by commas; compact always may [all]"),
+    ] = None,
     holder: Annotated[str, typer.Option(help="name under which the service is leased")] = "loadgen",
     wait_ready: Annotated[float, typer.Option(help="seconds to wait until the service is ready")] = 60.0,
     plain: Annotated[bool, typer.Option("--plain", help="progress as lines, also on a terminal")] = False,
@@ -130,6 +156,14 @@ def main(
     try:
         if scenario != SCENARIO:
             raise ConfigError(must_be("scenario", repr(SCENARIO), repr(scenario)))
+        if micro_batches < 1 or (moe_time and micro_batches > 1):
+            raise ConfigError(must_be("micro_batches", "at least 1, and 1 with --moe-time", micro_batches))
+        if paths is not None and not moe_time:
+            raise ConfigError("paths must be given with --moe-time: a service has its own")
+        if moe_time and routing != "uniform":
+            raise ConfigError(
+                must_be("routing", "'uniform' with --moe-time: tables hold no other", repr(routing))
+            )
         if routing not in DISTRIBUTIONS:
             raise ConfigError(must_be("routing", f"one of {', '.join(DISTRIBUTIONS)}", repr(routing)))
         options = Options(
@@ -157,7 +191,15 @@ def main(
                 "request_rate": request_rate,
                 "unsafe_override": unsafe_override,
             },
-            tier={"chunk_rows": chunk_rows, "decode_rounds_per_prefill": decode_rounds_per_prefill},
+            tier={
+                "chunk_rows": chunk_rows,
+                "decode_rounds_per_prefill": decode_rounds_per_prefill,
+                "draft_moe_layers": draft_moe_layers,
+                "kv_capacity_tokens": kv_capacity_tokens,
+                "stragglers": Stragglers(share=straggler_share, slowdown=straggler_slowdown),
+            },
+            simulated=SimulatedMoe.read(moe_time, paths) if moe_time else None,
+            num_micro_batches=micro_batches,
         )
         options.resolve("")  # what is wrong whatever the service says is refused before anything is leased
         status = asyncio.run(run(options, console))
@@ -181,14 +223,22 @@ def _lanes(concurrency: str | None) -> int | None:
 
 async def run(options: Options, console: Console) -> int:
     """One run from lease to report; returns the exit status. Raises MegaMoeError when it cannot begin."""
-    async with LiveTier.connect(
-        options.target, holder=options.holder, wait_ready_s=options.wait_ready_s
-    ) as moe:
+    async with open_moe(
+        options.simulated, options.target, holder=options.holder, wait_ready_s=options.wait_ready_s
+    ) as (moe, clock):
         chosen = options.resolve(moe.info.profile)
         config = chosen.scenario
         traces = SyntheticTraces(config.num_traces, config.seed)
         before, not_counted = await _read_counters(moe)
-        replay = Replay(moe, traces, config, chosen.tier, RealClock(), distribution=options.routing)
+        replay = Replay(
+            moe,
+            traces,
+            config,
+            chosen.tier,
+            clock,
+            distribution=options.routing,
+            num_micro_batches=options.num_micro_batches,
+        )
         info = moe.info
         title = (
             f"{SCENARIO}: {config.concurrency} lanes on {info.model_name} ({info.backend}, {info.num_ranks} ranks, "
@@ -214,6 +264,7 @@ async def run(options: Options, console: Console) -> int:
             traces=traces.description,
             distribution=options.routing,
             not_counted=not_counted,
+            simulated=moe.description if isinstance(moe, TableTier) else None,
         )
         path = write_report(options.out, report, replay.record, config.slice_s)
         console.print(final_tables(report))
@@ -230,7 +281,7 @@ def exit_status(report: dict[str, Any]) -> int:
     return EXIT_CANCELLED if report["run_cancelled"] else 0
 
 
-async def _read_counters(moe: LiveTier) -> tuple[Counters | None, str]:
+async def _read_counters(moe: MoeTier | TableTier) -> tuple[Counters | None, str]:
     if not moe.info.metrics_urls:
         return None, "the service names no metrics addresses"
     try:
@@ -239,7 +290,7 @@ async def _read_counters(moe: LiveTier) -> tuple[Counters | None, str]:
         return None, str(error)
 
 
-async def _count(moe: LiveTier, before: Counters, replay: Replay) -> tuple[Counters | None, str]:
+async def _count(moe: MoeTier | TableTier, before: Counters, replay: Replay) -> tuple[Counters | None, str]:
     """What the service counted since `before`; None with the reason when it cannot be read any more."""
     record = replay.record
     num_sub_steps = sum(times.num_steps for times in record.times.values())

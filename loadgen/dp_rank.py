@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from loadgen.prefix_cache import PrefixCache
+from loadgen.router import RankState
 from loadgen.tier_step import RankWork, TierRequest, Work
 
 
@@ -31,6 +32,13 @@ class DpRank:
     def load(self) -> int:
         """Requests waiting or running."""
         return len(self.waiting) + len(self.running)
+
+    def state(self, request: TierRequest) -> RankState:
+        """What a router weighs when it places a request."""
+        match = self.cache.match(request.cache_uid, request.hash_ids) / max(len(request.hash_ids), 1)
+        waiting = sum(other.num_input for other in self.waiting if other.lease is None)
+        held = self.cache.num_cached_tokens + self.cache.num_reserved_tokens
+        return RankState(match, self.load, held + waiting)
 
     @property
     def wants_prefill(self) -> bool:

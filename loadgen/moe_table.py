@@ -87,6 +87,16 @@ class MoeTimeTable:
             raise ConfigError(f"moe_time {path}: {error}") from error
 
     @classmethod
+    def named(cls, name: str) -> MoeTimeTable:
+        """A table that ships (`tables/`, without .json), or else a file."""
+        shipped = {path.stem: path for path in TABLES.glob("*.json")}
+        if name not in shipped and not Path(name).is_file():
+            raise ConfigError(
+                must_be("moe_time", f"a file or one of {', '.join(sorted(shipped))}", repr(name))
+            )
+        return cls.read(shipped.get(name, Path(name)))
+
+    @classmethod
     def parse(cls, fields: dict[str, Any]) -> MoeTimeTable:
         if fields["schema"] != SCHEMA:
             raise ConfigError(must_be("schema", repr(SCHEMA), repr(fields["schema"])))
@@ -157,6 +167,16 @@ class TableTier:
             max_tokens_per_rank=deployment.max_tokens_per_rank,
             max_step_rows=deployment.step_rows_limit,
         )
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {
+            "table": self.table.name,
+            "source": self.table.source,
+            "paths": sorted(str(path) for path in self.enabled | {MoePath.COMPACT}),
+            "proxies": self.table.proxies,
+        }
 
     def layer(self, num_rows_per_rank: Sequence[int], *, prefill: bool) -> tuple[SubStepSeen, ...]:
         """The pieces of one layer call, and how long each takes."""

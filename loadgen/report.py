@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from loadgen.attention_tier import TierConfig
+from loadgen.attention_time import AttentionTime
 from loadgen.figures import (
     acceptance_figures,
     accounting,
@@ -51,15 +52,17 @@ def build_report(
     traces: str,
     distribution: str,
     not_counted: str = "",
+    simulated: dict[str, Any] | None = None,
+    attention: AttentionTime | None = None,
 ) -> dict[str, Any]:
     """The report as JSON values. counted: what the service counted in the run; None = not known, for the reason
-    not_counted."""
+    not_counted. simulated: what the MoE time was taken from; None = a service served it."""
     requests = successful(record)
     latency = latency_figures(requests)
     profile_steps = [step for step in record.steps if step.run_phase is RunPhase.PROFILE]
     check = compare(record, counted, not_counted)
     sent = accounting(record)
-    reasons = list(config.invalid_reasons) + _reasons_of_run(record, config, sent)
+    reasons = list(config.invalid_reasons) + _reasons_of_run(record, config, sent, simulated)
     return {
         "schema": SCHEMA,
         "scenario": SCENARIO,
@@ -108,15 +111,21 @@ def build_report(
         "traces": traces,
         "routing": distribution,
         "config": {"scenario": asdict(config), "attention_tier": asdict(tier_config)},
-        "moe_time": "served",
+        "moe_time": "simulated" if simulated else "served",
+        "simulated": simulated,
         "attention_time": "modelled",
+        "attention_model": asdict(attention or AttentionTime()),
     }
 
 
-def _reasons_of_run(record: RunRecord, config: ScenarioConfig, sent: dict[str, Any]) -> list[str]:
+def _reasons_of_run(
+    record: RunRecord, config: ScenarioConfig, sent: dict[str, Any], simulated: dict[str, Any] | None
+) -> list[str]:
     reasons = []
     if record.cancelled:
         reasons.append("the run was cancelled")
+    if simulated:
+        reasons.append("MoE time is simulated")
     if record.aborted:
         reasons.append(f"the run was aborted: {record.aborted}")
     profile = sent["profile"]

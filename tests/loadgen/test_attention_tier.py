@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from loadgen.attention_tier import AttentionTier, TierConfig
 from loadgen.attention_time import AttentionTime
-from loadgen.router import Router, RouterConfig
+from loadgen.router import RankState, Router, RouterConfig
 from loadgen.speculation import Speculation
 from loadgen.tier_step import TierRequest, TierStep, Work
 from megamoe.errors import ConfigError, InvalidArgumentError
@@ -194,20 +194,28 @@ def test_tokens_are_conserved(
         assert request.num_accepted >= request.num_output - 1
 
 
+def states(matches: list[float], loads: list[int], tokens: list[int]) -> list[RankState]:
+    return [RankState(*known) for known in zip(matches, loads, tokens, strict=True)]
+
+
 def test_a_stream_sticks_to_the_rank_that_holds_its_prefix() -> None:
     router = Router(RouterConfig())
-    assert router.choose("s", "s/0", [0, 0, 0], [2, 1, 3]) == 1
-    assert router.choose("s", "s/0", [0, 40, 0], [0, 4, 0]) == 1
-    assert router.choose("s", "s/0", [0, 40, 41], [0, 4, 0]) == 2
-    assert router.choose("s", "s/0", [0, 0, 0], [1, 0, 2]) == 1  # nobody holds it: the least loaded
-    assert router.choose("s", "s/0", [0, 0, 0], [1, 1, 1]) == 1  # of equals the one where it was
+    assert (
+        router.choose("s", "s/0", states([0, 0, 0], [2, 3, 1], [9, 1, 5])) == 1
+    )  # nobody holds it: fewest tokens
+    assert router.choose("s", "s/0", states([0, 0.4, 0], [0, 40, 0], [0, 9, 0])) == 1
+    assert router.choose("s", "s/0", states([0, 0.4, 0.41], [0, 4, 9], [0, 9, 9])) == 2
+    assert (
+        router.choose("s", "s/0", states([0.9, 0, 0.9], [1, 0, 2], [0, 0, 9])) == 2
+    )  # of equals the one where it was
+    assert router.choose("s", "s/0", states([0.3, 0, 0], [1, 0, 2], [9, 9, 1])) == 2  # too little to stay for
 
 
-def test_an_overloaded_rank_gives_its_stream_away() -> None:
+def test_the_idlest_rank_takes_everything_when_ranks_are_far_from_balanced() -> None:
     router = Router(RouterConfig(abs_margin=4, rel_margin=1.5))
-    assert router.choose("s", "s/0", [0, 40], [20, 24]) == 1  # 4 ahead: within the margin
-    assert router.choose("s", "s/0", [0, 40], [20, 29]) == 1  # 9 ahead, but not 1.5 times
-    assert router.choose("s", "s/0", [0, 40], [20, 31]) == 0
+    assert router.choose("s", "s/0", states([0, 0.9], [20, 24], [0, 0])) == 1  # 4 ahead: within the margin
+    assert router.choose("s", "s/0", states([0, 0.9], [20, 29], [0, 0])) == 1  # 9 ahead, but not 1.5 times
+    assert router.choose("s", "s/0", states([0, 0.9], [20, 31], [0, 0])) == 0
 
 
 def test_attention_time_is_that_of_the_slowest_rank_at_full_length() -> None:

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import loadgen.cli as cli
+from loadgen.live import LiveTier
 from loadgen.scrape import Counters
 from megamoe.errors import MegaMoeError, PeerTimeoutError, UnavailableError
 from tests.loadgen.fake_tier import FakeTier, demo_info
@@ -62,7 +63,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RealTimeTier]:
                 counted[path] = counted.get(path, 0) + 1
             return Counters(len(tier.calls) + extra, counted)
 
-        monkeypatch.setattr(cli.LiveTier, "connect", connected)
+        monkeypatch.setattr(LiveTier, "connect", connected)
         monkeypatch.setattr(cli, "scrape", scrape)
         monkeypatch.setattr(cli, "scrape_settled", settled)
         return tier
