@@ -17,6 +17,8 @@ MX_BLOCK = 32
 NUM_RANKS_ALLOWED = (1, 2, 4, 8)
 MAX_TOPK = 32
 """Slots are kept in 32-bit masks."""
+MAX_NAME = 100
+"""Characters of a shape's name, which is a metric label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class MoeShape:
     name: str = "custom"
 
     def __post_init__(self) -> None:
+        self._check_types()
         for field in ("hidden", "intermediate"):
             value = getattr(self, field)
             if value < MX_BLOCK or value % MX_BLOCK:
@@ -77,6 +80,19 @@ class MoeShape:
             raise ConfigError(must_be("activation", "'silu' or 'gelu'", repr(self.activation)))
         if self.quant not in ("a8w4",):
             raise ConfigError(must_be("quant", "'a8w4'", repr(self.quant)))
+
+    def _check_types(self) -> None:
+        """Shapes come from files and environments too, where numbers turn into words."""
+        for field in ("hidden", "intermediate", "num_experts", "num_topk", "num_ranks", "num_layers"):
+            value = getattr(self, field)
+            if type(value) is not int:
+                raise ConfigError(must_be(field, "a whole number", repr(value)))
+        if not isinstance(self.swiglu_limit, int | float) or isinstance(self.swiglu_limit, bool):
+            raise ConfigError(must_be("swiglu_limit", "a number", repr(self.swiglu_limit)))
+        if not isinstance(self.fused_shared_expert, bool):
+            raise ConfigError(must_be("fused_shared_expert", "true or false", repr(self.fused_shared_expert)))
+        if not isinstance(self.name, str) or not 1 <= len(self.name) <= MAX_NAME:
+            raise ConfigError(must_be("name", f"a name of 1 to {MAX_NAME} characters", repr(self.name)[:80]))
 
     @property
     def num_experts_per_rank(self) -> int:

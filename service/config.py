@@ -20,6 +20,7 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
     YamlConfigSettingsSource,
 )
@@ -29,6 +30,8 @@ from megamoe.errors import ConfigError, must_be
 
 ENV_PREFIX = "MEGAMOE_"
 MIB = 1 << 20
+DAY_S = 86400.0
+"""The longest timeout: beyond a day it is a mistake, and beyond some the clocks overflow."""
 
 PROFILES: dict[str, dict[str, Any]] = {
     # 8 ranks on 2 cores, small enough that all four paths serve steps within a minute.
@@ -86,7 +89,9 @@ class ServiceConfig(BaseModel):
     large_m_capacity: int = Field(8192, description="capacity of large_m's runtime")
     large_m_enabled: bool = Field(False, description="whether large_m serves at start")
     large_m_min_tokens: int = Field(1024, description="smallest prefill step, rows a rank, for large_m")
-    max_step_rows: int = Field(0, description="most rows a rank in one step; 0 = 4 x max_tokens_per_rank")
+    max_step_rows: int = Field(
+        0, le=2**31 - 1, description="most rows a rank in one step; 0 = 4 x max_tokens_per_rank"
+    )
     combine_row_format: RowFormat = Field(RowFormat.BF16, description="bf16, fp8 or auto")
     batch_invariant: bool = Field(False, description="a row's bits do not depend on its batch mates")
     gfx950_emulated: bool = Field(False, description="gfx950 code on the CPU emulator")
@@ -97,7 +102,7 @@ class ServiceConfig(BaseModel):
     )
     weights_seed: int = Field(0, description="seed of random weights")
 
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", min_length=1, pattern=r"^\S+$", description="address to listen on")
     advertise_host: str = Field("", description="address given to callers in GetInfo; empty = host")
     port: int = Field(50051, ge=0, le=65535, description="gRPC port of the front; 0 = any free")
     http_port: int = Field(
@@ -105,21 +110,31 @@ class ServiceConfig(BaseModel):
     )
     rank_port: int = Field(0, ge=0, le=65535, description="gRPC port of rank 0, rank r takes + r; 0 = any")
     metrics_port: int = Field(0, ge=0, le=65535, description="metrics port of rank 0, rank r + r; 0 = any")
-    max_message_bytes: int = Field(0, ge=0, description="largest Forward message; 0 = what a step can need")
-    forward_step_max_bytes: int = Field(64 * MIB, gt=0, description="largest ForwardStep message")
+    max_message_bytes: int = Field(
+        0, ge=0, le=2**31 - 1, description="largest Forward message; 0 = what a step can need"
+    )
+    forward_step_max_bytes: int = Field(
+        64 * MIB, gt=0, le=2**31 - 1, description="largest ForwardStep message"
+    )
 
     launcher: Literal["ray", "local"] = Field("ray", description="who starts the rank processes")
     ray_address: str = Field("", description="Ray cluster to use; empty = start one and stop it at the end")
     rank_cpus: float = Field(
-        0.0, ge=0, description="CPUs reserved per rank with Ray; 0 = a share of the host"
+        0.0, ge=0, allow_inf_nan=False, description="CPUs reserved per rank with Ray; 0 = a share of the host"
     )
     torch_threads: int = Field(0, ge=0, description="torch threads per rank; 0 = a share of the cores")
-    start_timeout_s: float = Field(300.0, gt=0, description="how long the whole start may take")
-    stop_timeout_s: float = Field(15.0, gt=0, description="how long ranks may take to stop before SIGKILL")
+    start_timeout_s: float = Field(300.0, gt=0, le=DAY_S, description="how long the whole start may take")
+    stop_timeout_s: float = Field(
+        15.0, gt=0, le=DAY_S, description="how long ranks may take to stop before SIGKILL"
+    )
     restart: bool = Field(True, description="start the group again with a new generation when a rank dies")
 
-    step_timeout_s: float = Field(10.0, gt=0, description="how long a rank waits for the others of its step")
-    lease_timeout_s: float = Field(10.0, gt=0, description="a lease without traffic ends after this")
+    step_timeout_s: float = Field(
+        10.0, gt=0, le=DAY_S, description="how long a rank waits for the others of its step"
+    )
+    lease_timeout_s: float = Field(
+        10.0, gt=0, le=DAY_S, description="a lease without traffic ends after this"
+    )
     max_micro_batches: int = Field(4, ge=1, le=16, description="micro-batches with an open plan at a time")
     ring_slots: int = Field(32, ge=8, le=256, description="control messages that a request ring holds")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
@@ -207,6 +222,11 @@ class ServiceConfig(BaseModel):
             raise ConfigError(must_be("rank_port", "below 65536 for every rank", self.rank_port))
         if self.metrics_port and self.metrics_port + self.moe_shape.num_ranks > 65536:
             raise ConfigError(must_be("metrics_port", "below 65536 for every rank", self.metrics_port))
+        least = self.row_bytes + 64 * 1024
+        if self.message_bytes < least:
+            raise ConfigError(
+                must_be("max_message_bytes", f"at least {least}, one row", self.max_message_bytes)
+            )
         if self.checkpoint and not Path(self.checkpoint).is_dir():
             raise ConfigError(must_be("checkpoint", "a folder of safetensors files", self.checkpoint))
         return self
@@ -246,6 +266,8 @@ def load_config(
         loaded = Loader(**given)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from error
+    except SettingsError as error:
+        raise ConfigError(f"lists and tables in variables must be JSON, such as [16, 32]: {error}") from error
     values = {name: getattr(loaded, name) for name in ServiceConfig.model_fields}
     return ServiceConfig(**values).check()
 

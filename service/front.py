@@ -18,14 +18,13 @@ from megamoe import MoeBatch, Path, Phase
 from megamoe.errors import (
     ConfigError,
     InvalidArgumentError,
-    MegaMoeError,
     UnavailableError,
     must_be,
 )
 from service import codec, wire
 from service.config import ServiceConfig
 from service.front_group import FrontGroup, StepDone, StepJob
-from service.grpc_server import ADMIN_SERVICE, LAYER_SERVICE, Health, abort, listen, make_server
+from service.grpc_server import ADMIN_SERVICE, LAYER_SERVICE, Health, listen, make_server, unary
 from service.info import State, built_paths, service_info
 from service.pb import moe_pb2 as pb
 from service.rank_server import layer_result
@@ -78,28 +77,25 @@ class Front:
 
     def _layer_handlers(self) -> dict[str, Any]:
         return {
-            "GetInfo": _unary(self.get_info, pb.GetInfoRequest, pb.ServiceInfo),
-            "ForwardStep": grpc.unary_unary_rpc_method_handler(
+            "GetInfo": unary(self.get_info, pb.GetInfoRequest, pb.ServiceInfo.SerializeToString),
+            "ForwardStep": unary(
                 self.forward_step,
-                request_deserializer=_sized(wire.deserializer(pb.ForwardStepRequest)),
-                response_serializer=bytes,
+                pb.ForwardStepRequest,
+                bytes,
+                deserialize=_sized(wire.deserializer(pb.ForwardStepRequest)),
             ),
         }
 
-    async def get_info(self, request: pb.GetInfoRequest, context: Any) -> pb.ServiceInfo:
+    async def get_info(self, request: pb.GetInfoRequest) -> pb.ServiceInfo:
         return service_info(self.config, self.state)
 
-    async def forward_step(self, request: tuple[int, StepIn], context: Any) -> bytes:
+    async def forward_step(self, request: tuple[int, StepIn]) -> bytes:
         """Returns the serialized ForwardStepReply: its rows are taken out of the rings only once."""
         num_bytes, envelope = request
-        try:
-            self._refuse_large(num_bytes)
-            job, hidden = read_job(self.config, envelope), self.config.moe_shape.hidden
-            future = self._group().forward_step(job, lambda done: serialize_done(done, job.layer_idx, hidden))
-            return await asyncio.wrap_future(future)
-        except MegaMoeError as error:
-            await abort(context, error)
-            raise AssertionError("abort raises") from error
+        self._refuse_large(num_bytes)
+        job, hidden = read_job(self.config, envelope), self.config.moe_shape.hidden
+        future = self._group().forward_step(job, lambda done: serialize_done(done, job.layer_idx, hidden))
+        return await asyncio.wrap_future(future)
 
     def _refuse_large(self, num_bytes: int) -> None:
         limit = self.config.forward_step_max_bytes
@@ -121,33 +117,28 @@ class Front:
 
     def _admin_handlers(self) -> dict[str, Any]:
         return {
-            "SetPathEnabled": _unary(self.set_path_enabled, pb.SetPathEnabledRequest, pb.Policy),
-            "GetPolicy": _unary(self.get_policy, pb.GetPolicyRequest, pb.Policy),
-            "Drain": _unary(self.drain, pb.DrainRequest, pb.DrainReply),
+            "SetPathEnabled": unary(
+                self.set_path_enabled, pb.SetPathEnabledRequest, pb.Policy.SerializeToString
+            ),
+            "GetPolicy": unary(self.get_policy, pb.GetPolicyRequest, pb.Policy.SerializeToString),
+            "Drain": unary(self.drain, pb.DrainRequest, pb.DrainReply.SerializeToString),
         }
 
-    async def set_path_enabled(self, request: pb.SetPathEnabledRequest, context: Any) -> pb.Policy:
-        try:
-            path = codec.enum_from_pb(Path, request.path, "path")
-            if path not in built_paths(self.config):
-                raise ConfigError(f"path {path} is not built: {self.config.bundle.reasons[path]}")
-            group = self._group()
-            policy = self.state.policy.with_path(path, request.enabled)
-            self.state.policy = policy  # taken now: of two callers at once each gets a version of its own
-            await asyncio.to_thread(group.stage_policy, policy)
-            return codec.policy_to_pb(policy, built_paths(self.config))
-        except MegaMoeError as error:
-            await abort(context, error)
-            raise AssertionError("abort raises") from error
+    async def set_path_enabled(self, request: pb.SetPathEnabledRequest) -> pb.Policy:
+        path = codec.enum_from_pb(Path, request.path, "path")
+        if path not in built_paths(self.config):
+            raise ConfigError(f"path {path} is not built: {self.config.bundle.reasons[path]}")
+        group = self._group()
+        policy = self.state.policy.with_path(path, request.enabled)
+        self.state.policy = policy  # taken now: of two callers at once each gets a version of its own
+        await asyncio.to_thread(group.stage_policy, policy)
+        return codec.policy_to_pb(policy, built_paths(self.config))
 
-    async def get_policy(self, request: pb.GetPolicyRequest, context: Any) -> pb.Policy:
+    async def get_policy(self, request: pb.GetPolicyRequest) -> pb.Policy:
         return codec.policy_to_pb(self.state.policy, built_paths(self.config))
 
-    async def drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
-        try:
-            await asyncio.to_thread(self._group().drain, not request.resume)
-        except MegaMoeError as error:
-            await abort(context, error)
+    async def drain(self, request: pb.DrainRequest) -> pb.DrainReply:
+        await asyncio.to_thread(self._group().drain, not request.resume)
         self.state.draining = not request.resume
         await self.set_ready(self.state.not_ready_reason)
         return pb.DrainReply(draining=self.state.draining)
@@ -198,12 +189,6 @@ class Front:
         return 404, plain, b"/sd, /healthz or /readyz\n"
 
 
-def _unary(behavior: Any, request: Any, reply: Any) -> Any:
-    return grpc.unary_unary_rpc_method_handler(
-        behavior, request_deserializer=request.FromString, response_serializer=reply.SerializeToString
-    )
-
-
 def _sized(deserialize: Any) -> Any:
     """The size of the wire message beside its value."""
     return lambda data: (len(data), deserialize(data))
@@ -234,6 +219,8 @@ def read_job(config: ServiceConfig, envelope: StepIn) -> StepJob:
     if len(dtypes) > 1:
         raise InvalidArgumentError(must_be("dtype", "equal on all ranks with rows", "bfloat16 and mxfp8"))
     timeout_s = envelope.message.timeout_s or config.step_timeout_s
+    if not timeout_s >= 0:
+        raise InvalidArgumentError(must_be("timeout_s", "a number of at least 0", timeout_s))
     return StepJob(
         layer_idx=envelope.message.layer_idx,
         batches=tuple(batches),

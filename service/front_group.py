@@ -12,7 +12,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +83,9 @@ class FrontGroup:
         self._next_sequence = 0
         self._next_step_id = 0
         self._closed = False
+        self._num_users = 0
+        self._idle = threading.Condition()
+        """Guards the two above: rings are closed when nobody is in them, and no job is queued behind the end."""
         self._thread = threading.Thread(target=self._run, name="ForwardStep", daemon=True)
         self._thread.start()
 
@@ -93,15 +96,16 @@ class FrontGroup:
 
         Raises OverloadedError when too many wait, UnavailableError when the group is gone.
         """
-        if self._closed:
-            raise UnavailableError("the group is restarting: no ForwardStep is taken")
-        waiting = self._jobs.qsize()
-        if waiting >= MAX_WAITING:
-            raise OverloadedError(
-                f"ForwardStep calls waiting must be at most {MAX_WAITING}, got {waiting}: retry after a pause"
-            )
         future: Future[Any] = Future()
-        self._jobs.put((job, future, finish))
+        with self._idle:
+            if self._closed:
+                raise UnavailableError("the group is restarting: no ForwardStep is taken")
+            waiting = self._jobs.qsize()
+            if waiting >= MAX_WAITING:
+                raise OverloadedError(
+                    f"ForwardStep calls waiting must be at most {MAX_WAITING}, got {waiting}: retry after a pause"
+                )
+            self._jobs.put((job, future, finish))
         return future
 
     def _run(self) -> None:
@@ -166,8 +170,7 @@ class FrontGroup:
             if batch.num_rows or planned.plan.total_rows == 0
         }
         self._next_sequence += 1
-        tickets = self._submit(calls)
-        try:
+        with self._in_flight(calls) as tickets:
             replies = self._wait(tickets, 2 * left_s + _MARGIN_S)
             ordered = tuple(replies.get(rank) for rank in range(len(self._rings)))
             done = StepDone(
@@ -177,8 +180,6 @@ class FrontGroup:
                 replies=ordered,  # type: ignore[arg-type]
             )
             return finish(done)
-        finally:
-            self._release(tickets)
 
     # ------------------------------------------------------------------------------ lease
 
@@ -216,23 +217,27 @@ class FrontGroup:
 
     def _ask(self, requests: dict[int, Any], timeout_s: float) -> dict[int, Reply]:
         """Small requests to some ranks; all replies. Raises the most telling error."""
-        tickets = self._submit(requests)
-        try:
+        with self._in_flight(requests) as tickets:
             return self._wait(tickets, timeout_s)
-        finally:
-            self._release(tickets)
 
-    def _submit(self, requests: dict[int, Request]) -> dict[int, Ticket]:
-        if self._closed:
-            raise UnavailableError("the group is restarting")
+    @contextlib.contextmanager
+    def _in_flight(self, requests: dict[int, Request]) -> Iterator[dict[int, Ticket]]:
+        """Submit requests and give their records back; nothing closes the rings meanwhile."""
+        with self._idle:
+            if self._closed:
+                raise UnavailableError("the group is restarting")
+            self._num_users += 1
         tickets: dict[int, Ticket] = {}
         try:
             for rank, request in requests.items():
                 tickets[rank] = self._rings[rank].submit(request)
-        except BaseException:
-            self._release(tickets)
-            raise
-        return tickets
+            yield tickets
+        finally:
+            for rank, ticket in tickets.items():
+                self._rings[rank].release(ticket)
+            with self._idle:
+                self._num_users -= 1
+                self._idle.notify_all()
 
     def _wait(self, tickets: dict[int, Ticket], timeout_s: float) -> dict[int, Reply]:
         deadline = time.monotonic() + timeout_s
@@ -253,18 +258,17 @@ class FrontGroup:
                 raise PeerTimeoutError(f"rank {rank} did not answer the front in time", [rank])
         raise UnavailableError("a rank is gone: the group restarts")
 
-    def _release(self, tickets: dict[int, Ticket]) -> None:
-        for rank, ticket in tickets.items():
-            self._rings[rank].release(ticket)
-
     def close(self) -> None:
         """The group is gone or stops: what waits fails with UnavailableError. Safe to call twice."""
-        self._closed = True
-        self._jobs.put(None)
+        with self._idle:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join(_MARGIN_S)
         while not self._jobs.empty():
             item = self._jobs.get_nowait()
-            if item is not None:
+            if item is not None and item[1].set_running_or_notify_cancel():
                 item[1].set_exception(UnavailableError("the group restarts: this ForwardStep was not run"))
+        with self._idle:
+            self._idle.wait_for(lambda: not self._num_users, _MARGIN_S)
         for ring in self._rings:
             ring.close()

@@ -6,16 +6,22 @@ often as a client sends them (a strict server answers GOAWAY too_many_pings and 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health as _health_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from megamoe.errors import ConfigError, MegaMoeError, must_be
+from megamoe.errors import ConfigError, InternalError, InvalidArgumentError, MegaMoeError, must_be
 from service import codec
 from service.pb import moe_pb2 as pb
+from service.ring_codec import cut_text
+
+log = logging.getLogger("megamoe.grpc")
 
 _health: Any = _health_module
 LAYER_SERVICE = pb.DESCRIPTOR.services_by_name["MoELayer"].full_name
@@ -80,10 +86,49 @@ def listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
     return bound
 
 
+def unary(
+    behavior: Callable[[Any], Awaitable[Any]],
+    request: Any,
+    serialize: Callable[[Any], bytes],
+    *,
+    deserialize: Callable[[bytes], Any] | None = None,
+) -> Any:
+    """The handler of a unary call: `behavior` takes a request message and returns a reply or raises MegaMoeError.
+
+    Garbage is INVALID_ARGUMENT and a bug is INTERNAL, each with a sentence (gRPC itself answers UNKNOWN to both).
+    """
+    parse, name = deserialize or request.FromString, request.DESCRIPTOR.name
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return error
+
+    async def handle(message: Any, context: Any) -> Any:
+        failure: MegaMoeError
+        try:
+            if isinstance(message, DecodeError):
+                raise InvalidArgumentError(must_be("message", f"a {name}", message))
+            return await behavior(message)
+        except MegaMoeError as error:
+            failure = error
+        except Exception as error:
+            log.exception("%s failed", name)
+            failure = InternalError(f"{name} failed: {error!r}; this is a bug")
+        await abort(context, failure)
+        raise AssertionError("abort raises")
+
+    return grpc.unary_unary_rpc_method_handler(
+        handle, request_deserializer=read, response_serializer=serialize
+    )
+
+
 async def abort(context: Any, error: MegaMoeError) -> None:
     """End a unary call with the status of `error`; the code and the ranks it names go into trailing metadata."""
     metadata = [(codec.ERROR_CODE_METADATA, error.code)]
     missing = codec.missing_ranks_of(error)
     if missing:
         metadata.append((codec.MISSING_RANKS_METADATA, ",".join(map(str, missing))))
-    await context.abort(codec.status_of(error.code), str(error), trailing_metadata=tuple(metadata))
+    sentence = cut_text(str(error)).decode()  # trailing metadata above 8 KB would become another error
+    await context.abort(codec.status_of(error.code), sentence, trailing_metadata=tuple(metadata))

@@ -54,14 +54,17 @@ class LocalLauncher:
         with self._lock:
             if self._stopping:
                 raise UnavailableError("the service stops while its ranks are being started")
-            child = subprocess.Popen(
-                [sys.executable, "-m", "service.rank_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=env,
-                start_new_session=True,
-            )
+            try:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "service.rank_process"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=env,
+                    start_new_session=True,
+                )
+            except OSError as error:  # no memory, processes or files left: another try may find some
+                raise UnavailableError(f"rank {spec.rank} cannot be started: {error}") from error
             self._children.append(child)
         reader = (child, spec.rank, self._events)
         threading.Thread(target=_read, args=reader, name=f"rank {spec.rank}", daemon=True).start()

@@ -32,6 +32,7 @@ class IntentRequest:
 
     timeout_s: how long this plan and each of its layer calls may wait for other ranks; None, or anything above the
     step timeout, means the step timeout.
+    refusal: (code, message) when the servicer already found the intent wrong: every rank answers that error.
     """
 
     lease_serial: int
@@ -41,6 +42,7 @@ class IntentRequest:
     dtype: str = "bfloat16"
     num_rows_per_rank: tuple[int, ...] | None = None
     timeout_s: float | None = None
+    refusal: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from megamoe import (
     is_fall_off,
     plan_layout,
 )
-from megamoe.errors import ERROR_BY_CODE
+from megamoe.errors import ERROR_BY_CODE, ConfigError
 
 SECONDS_BUCKETS = tuple(
     round(digit * 10.0**power, 9)
@@ -282,8 +282,13 @@ class RankMetrics:
     # ------------------------------------------------------------------------------ life
 
     def serve(self, host: str, port: int) -> int:
-        """Serve /metrics; returns the port (a free one for 0)."""
-        self._server, _ = start_http_server(port, host, registry=self.registry)
+        """Serve /metrics; returns the port (a free one for 0). Raises ConfigError when it is taken."""
+        try:
+            self._server, _ = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_port {host}:{port} must be free to listen on, got: {error.strerror or error}"
+            ) from error
         return int(self._server.server_port)
 
     def flush(self, timeout_s: float = 5.0) -> None:

@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megamoe import Bundle, PathPolicy, Phase, PlanId, StepIntent, StepPlan, choose_path
-from megamoe.errors import AgreementError, InvalidArgumentError, MegaMoeError, StaleCallError, must_be
+from megamoe.errors import (
+    AgreementError,
+    InvalidArgumentError,
+    MegaMoeError,
+    StaleCallError,
+    error_from_code,
+    must_be,
+)
 from service.admission import AdmissionLimits, RankLoad
 from service.agreement import DTYPES, Agreed, IntentTable, Outcome
 from service.board import Board, error_of
@@ -21,8 +28,9 @@ from service.lease import Lease, LeaseTable, check_serial
 from service.messages import CloseRequest, ErrorReply, IntentRequest, PlanReply
 from service.plan_state import Answer, PlanState, PlanStatus, not_open
 
-MAX_STEP_ID = 2**62
-"""Step ids stay below: no caller can use up the ids of a generation."""
+STEPS_PER_LEASE = 2**40
+"""Step ids of a lease stay below its first one plus this (34 years of 1000 steps a second): no caller can use up the
+64-bit ids of a generation with one that is far ahead."""
 _MAX_ROWS = 2**31 - 1
 _REMEMBERED_PLANS = 16
 """Earlier plans of a micro-batch that a late layer call, or a call to join, can still name."""
@@ -130,8 +138,9 @@ class PlanBook:
         plan_id = request.plan_id
         self.check_lease(request.lease_serial, now)
         micro_batch = self._micro_batch(plan_id)
-        if plan_id.step_id >= MAX_STEP_ID:
-            raise InvalidArgumentError(must_be("step_id", f"below {MAX_STEP_ID}", plan_id.step_id))
+        limit = self._lease.first_step_id + STEPS_PER_LEASE
+        if plan_id.step_id >= limit:
+            raise InvalidArgumentError(must_be("step_id", f"below {limit} in this lease", plan_id.step_id))
         known = micro_batch.recent.get(plan_id.step_id)
         if known is not None and not known.called and known is self.find(request.lease_serial, plan_id):
             self._take_late_intent(known, request, answer)
@@ -148,11 +157,10 @@ class PlanBook:
             raise StaleCallError(
                 must_be("step_id", f"at least {self._lease.first_step_id} in this lease", plan_id.step_id)
             )
-        timeout_s = request.timeout_s or self.step_timeout_s
         plan = PlanState(
             request.lease_serial,
             PlanId(self._board.generation, plan_id.step_id, plan_id.micro_batch_idx),
-            min(max(timeout_s, 0.0), self.step_timeout_s),
+            self._patience_s(request),
             request,
             request.num_rows_per_rank,
             called=True,
@@ -166,11 +174,19 @@ class PlanBook:
         micro_batch.waiting.append(plan)
         self._advance(micro_batch, now)
 
+    def _patience_s(self, request: IntentRequest) -> float:
+        """How long a plan may wait; a timeout that makes no sense is refused when all ranks hear of it."""
+        wanted_s = request.timeout_s
+        return wanted_s if wanted_s and 0 < wanted_s < self.step_timeout_s else self.step_timeout_s
+
     def _take_late_intent(self, known: PlanState, request: IntentRequest, answer: Answer) -> None:
         """The caller of a rank that went ahead without it does call: it gets the plan, if it says the same."""
         known.called = True
         counts = request.num_rows_per_rank
-        if request.num_rows or (counts is not None and counts != known.counts):
+        if request.refusal is not None:
+            known.poison = ErrorReply(code=request.refusal[0], message=request.refusal[1])
+            answer(known.poison)
+        elif request.num_rows or (counts is not None and counts != known.counts):
             said = list(counts) if counts is not None else f"num_rows {request.num_rows} of rank {self._rank}"
             known.poison = error_of(
                 AgreementError(
@@ -347,6 +363,10 @@ class PlanBook:
         """What this rank brings. Raises what is wrong with it: an answer for all ranks."""
         if request.plan_id.generation != self._board.generation:
             raise StaleCallError(must_be("generation", self._board.generation, request.plan_id.generation))
+        if request.refusal is not None:
+            raise error_from_code(*request.refusal)
+        if request.timeout_s is not None and not request.timeout_s >= 0:
+            raise InvalidArgumentError(must_be("timeout_s", "a number of at least 0", request.timeout_s))
         if request.dtype not in DTYPES:
             raise InvalidArgumentError(must_be("dtype", f"one of {', '.join(DTYPES)}", repr(request.dtype)))
         for rows in (request.num_rows, *(request.num_rows_per_rank or ())):

@@ -9,6 +9,7 @@ announced goes on in the ring: the step finishes for the others, only the reply 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,8 +17,16 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from megamoe import MoeShape, Phase
-from megamoe.errors import InvalidArgumentError, MegaMoeError, UnavailableError, must_be
+from megamoe.errors import (
+    InternalError,
+    InvalidArgumentError,
+    MegaMoeError,
+    OverloadedError,
+    UnavailableError,
+    must_be,
+)
 from service import codec, wire
+from service.grpc_server import unary
 from service.messages import (
     CloseRequest,
     ErrorReply,
@@ -37,7 +46,11 @@ from service.ring_async import AsyncRing, Pending
 In = wire.Envelope[pb.ForwardRequest]
 Out = wire.Envelope[pb.ForwardReply]
 
+log = logging.getLogger("megamoe.rank")
+
 _PHASES = {codec.enum_to_pb(phase): phase for phase in Phase}
+_MAX_NAME = 64
+"""Characters of a caller's word that go on: enough for every known one, and for a sentence about an unknown one."""
 
 MAX_IN_FLIGHT_PER_STREAM = 64
 """Requests of one stream that are read ahead; the rest waits in gRPC's flow control."""
@@ -63,11 +76,7 @@ class RankServicer:
 
     def handlers(self) -> dict[str, Any]:
         return {
-            "GetInfo": grpc.unary_unary_rpc_method_handler(
-                self.get_info,
-                request_deserializer=pb.GetInfoRequest.FromString,
-                response_serializer=pb.ServiceInfo.SerializeToString,
-            ),
+            "GetInfo": unary(self.get_info, pb.GetInfoRequest, pb.ServiceInfo.SerializeToString),
             "Forward": grpc.stream_stream_rpc_method_handler(
                 self.forward,
                 request_deserializer=wire.deserializer(pb.ForwardRequest),
@@ -75,7 +84,7 @@ class RankServicer:
             ),
         }
 
-    async def get_info(self, request: pb.GetInfoRequest, context: Any) -> pb.ServiceInfo:
+    async def get_info(self, request: pb.GetInfoRequest) -> pb.ServiceInfo:
         return self._info()
 
     async def forward(self, requests: AsyncIterator[In], context: Any) -> AsyncIterator[Out]:
@@ -103,9 +112,11 @@ class RankServicer:
             if message.WhichOneof("request") == "layer_call":
                 call.pending = await self._take_layer(envelope)
             else:
-                call.pending = self._ring.submit(_control_request(message))
+                call.pending = self._ring.submit(_control_request(message, self._shape.num_ranks))
         except MegaMoeError as error:
             call.error = error
+        except Exception as error:
+            call.error = _bug(error)
         return call
 
     async def _take_layer(self, envelope: In) -> Pending:
@@ -121,8 +132,12 @@ class RankServicer:
             rows = {} if batch.num_rows == 0 else vars(batch)
             return await self._submit_layer(LayerRequest(**fields, **rows))
         except InvalidArgumentError as error:
-            refusal = (error.code, str(error))
-            return await self._submit_layer(LayerRequest(**fields, refusal=refusal))
+            refused: MegaMoeError = error
+        except OverloadedError:
+            raise
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            refused = _bug(error)
+        return await self._submit_layer(LayerRequest(**fields, refusal=(refused.code, str(refused))))
 
     async def _submit_layer(self, request: LayerRequest) -> Pending:
         return await self._ring.submit_patiently(request, self._step_timeout_s)
@@ -216,7 +231,12 @@ class _Stream:
                 call_or_end.release()
 
 
-def _control_request(message: pb.ForwardRequest) -> Request:
+def _bug(error: Exception) -> InternalError:
+    log.error("a request could not be taken", exc_info=error)
+    return InternalError(f"a request could not be taken: {error!r}; this is a bug")
+
+
+def _control_request(message: pb.ForwardRequest, num_ranks: int) -> Request:
     """Lease, StepIntent or CloseStep as a ring request."""
     kind = message.WhichOneof("request")
     if kind == "lease":
@@ -227,25 +247,37 @@ def _control_request(message: pb.ForwardRequest) -> Request:
             holder=lease.holder, release=lease.release, lease_serial=lease.lease_serial or None
         )
     if kind == "step_intent":
-        intent = message.step_intent
-        phase = Phase.IDLE
-        if intent.num_rows and intent.phase in _PHASES:
-            # Anything else goes on as idle: with rows that is refused where all ranks hear of it.
-            phase = _PHASES[intent.phase]
-        return IntentRequest(
-            lease_serial=intent.lease_serial,
-            plan_id=codec.plan_id_from_pb(intent.plan_id),
-            num_rows=intent.num_rows,
-            phase=phase,
-            dtype=intent.dtype or "bfloat16",
-            num_rows_per_rank=tuple(intent.num_rows_per_rank) or None,
-            timeout_s=intent.timeout_s or None,
-        )
+        return _intent_request(message.step_intent, num_ranks)
     if kind == "close_step":
         close = message.close_step
         return CloseRequest(lease_serial=close.lease_serial, plan_id=codec.plan_id_from_pb(close.plan_id))
     wanted = "one of lease, step_intent, layer_call, close_step"
     raise InvalidArgumentError(must_be("request", wanted, "nothing"))
+
+
+def _intent_request(intent: pb.StepIntent, num_ranks: int) -> IntentRequest:
+    """A StepIntent as a ring request. What has no place in one is a refusal, of which all ranks hear."""
+    counts, phase, wrong = tuple(intent.num_rows_per_rank), Phase.IDLE, ""
+    if intent.num_rows:
+        if intent.phase in _PHASES:
+            phase = _PHASES[intent.phase]
+        else:
+            known = intent.phase in pb.Phase.values()
+            said = pb.Phase.Name(intent.phase) if known else intent.phase
+            wrong = must_be(f"phase of a rank with {intent.num_rows} rows", "'prefill' or 'decode'", said)
+    if len(counts) not in (0, num_ranks):
+        wrong = must_be("num_rows_per_rank", f"{num_ranks} numbers, one per rank", f"{len(counts)} numbers")
+        counts = ()
+    return IntentRequest(
+        lease_serial=intent.lease_serial,
+        plan_id=codec.plan_id_from_pb(intent.plan_id),
+        num_rows=intent.num_rows,
+        phase=phase,
+        dtype=intent.dtype[:_MAX_NAME] or "bfloat16",
+        num_rows_per_rank=counts or None,
+        timeout_s=intent.timeout_s or None,
+        refusal=(InvalidArgumentError.code, wrong) if wrong else None,
+    )
 
 
 def _fill(reply: pb.ForwardReply, request: pb.ForwardRequest, value: Reply) -> tuple[wire.Buffer, ...]:

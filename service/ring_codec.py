@@ -164,12 +164,12 @@ def decode_request(kind: int, body: memoryview) -> Request:
     if kind == LEASE:
         return LeaseRequest(**table)
     if kind == INTENT:
-        counts = table["num_rows_per_rank"]
+        pairs = {name: table[name] for name in ("num_rows_per_rank", "refusal")}
         return IntentRequest(
             **{
                 **table,
                 "phase": Phase(table["phase"]),
-                "num_rows_per_rank": None if counts is None else tuple(counts),
+                **{name: None if value is None else tuple(value) for name, value in pairs.items()},
             }
         )
     if kind == CLOSE:

@@ -8,6 +8,7 @@ with a sentence naming field, wanted and got; what the tensors mean is `MoeBatch
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_NAME = 64
+"""Characters of a caller's word that an error repeats."""
+_MAX_DIMS = 4
+_MAX_ELEMENTS = 2**48
 _REQUIRED = ("hidden_states", "topk_ids", "topk_weights")
 _INPUTS = (*_REQUIRED, "hidden_states_sf")
 
@@ -199,14 +204,17 @@ def read_tensor(descriptor: pb.Tensor, payload: Buffer, *, aligned: bool = True)
     dtype = DTYPES.get(descriptor.dtype)
     if dtype is None:
         raise InvalidArgumentError(
-            must_be(f"{name}.dtype", f"one of {', '.join(DTYPES)}", repr(descriptor.dtype))
+            must_be(f"{name}.dtype", f"one of {', '.join(DTYPES)}", repr(descriptor.dtype[:_MAX_NAME]))
         )
     shape = tuple(descriptor.shape)
-    if not shape or min(shape) < 0:
-        raise InvalidArgumentError(must_be(f"{name}.shape", "sizes of at least 0", list(shape)))
-    num_elements = 1
-    for size in shape:
-        num_elements *= size
+    if not 1 <= len(shape) <= _MAX_DIMS or min(shape) < 0:
+        wanted = f"sizes of at least 0, 1 to {_MAX_DIMS} of them"
+        raise InvalidArgumentError(must_be(f"{name}.shape", wanted, _shown(shape)))
+    if (
+        math.prod(max(size, 1) for size in shape) >= _MAX_ELEMENTS
+    ):  # of an empty tensor too: strides must exist
+        raise InvalidArgumentError(must_be(f"{name}.shape", f"below {_MAX_ELEMENTS} values", _shown(shape)))
+    num_elements = math.prod(shape)
     num_bytes = num_elements * dtype.itemsize
     start = descriptor.offset
     if start + num_bytes > len(payload):
@@ -225,6 +233,11 @@ def read_tensor(descriptor: pb.Tensor, payload: Buffer, *, aligned: bool = True)
     return raw.view(dtype).view(shape)
 
 
+def _shown(sizes: Sequence[int]) -> str:
+    """A list of sizes for a sentence, cut where it is endless."""
+    return str(list(sizes[:8]))[:-1] + (f", ... {len(sizes)} sizes]" if len(sizes) > 8 else "]")
+
+
 def read_batch(shape: MoeShape, tensors: Sequence[pb.Tensor], payload: Buffer) -> MoeBatch:
     """The validated rows of a layer call; no tensors at all = no rows.
 
@@ -237,7 +250,7 @@ def read_batch(shape: MoeShape, tensors: Sequence[pb.Tensor], payload: Buffer) -
     for descriptor in tensors:
         if descriptor.name not in _INPUTS or descriptor.name in found:
             wanted = f"each of {', '.join(_INPUTS)} at most once"
-            raise InvalidArgumentError(must_be("tensors[].name", wanted, repr(descriptor.name)))
+            raise InvalidArgumentError(must_be("tensors[].name", wanted, repr(descriptor.name[:_MAX_NAME])))
         # The rows are the bulk and go straight into the ring; the rest is computed with here.
         found[descriptor.name] = read_tensor(descriptor, payload, aligned=descriptor.name != "hidden_states")
     missing = [name for name in _REQUIRED if name not in found]
