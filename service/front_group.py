@@ -111,10 +111,9 @@ class FrontGroup:
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, future, finish = item
-            if not future.set_running_or_notify_cancel():
-                continue
             try:
-                future.set_result(self._step(job, finish))
+                if future.set_running_or_notify_cancel():
+                    future.set_result(self._step(job, finish))
             except MegaMoeError as error:
                 future.set_exception(error)
             except Exception as error:

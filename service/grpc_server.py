@@ -26,6 +26,8 @@ log = logging.getLogger("megamoe.grpc")
 _health: Any = _health_module
 LAYER_SERVICE = pb.DESCRIPTOR.services_by_name["MoELayer"].full_name
 ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+KEEPALIVE_MS = 20_000
+"""How long a connection is quiet before the server pings it, and how long the answer may take."""
 MAX_CONCURRENT_RPCS = 256
 """More streams and calls than this on one server are refused with RESOURCE_EXHAUSTED by gRPC itself."""
 
@@ -61,6 +63,9 @@ def make_server(
             ("grpc.http2.min_ping_interval_without_data_ms", 0),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
             ("grpc.http2.max_ping_strikes", 0),
+            # A caller whose machine vanished says nothing any more: its streams must not stay for ever.
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
             ("grpc.so_reuseport", 0),
         ],
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,

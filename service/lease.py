@@ -58,7 +58,7 @@ class LeaseTable:
         now_ns = time.monotonic_ns() if now_ns is None else now_ns
         with board.locked():
             lease = self.read()
-            quiet_ns = now_ns - board.last_traffic_ns()
+            quiet_ns = max(now_ns - board.last_traffic_ns(), 0)
             if lease.held and lease.holder != holder and quiet_ns < self._timeout_ns:
                 raise LeaseHeldError(
                     f"the service is held by caller group {lease.holder!r} (last heard of {quiet_ns * 1e-9:.1f} s "

@@ -3,7 +3,8 @@
 Owns: the translation between moe.proto and messages.py on a stream, and the validation of rows (once, by MoeBatch).
 A request that fails is answered with an Error on the open stream. A layer call that is found wrong here still joins
 the layer, as a refusal, so that all ranks answer the same error and none waits. When a caller disappears, what it
-announced goes on in the ring: the step finishes for the others, only the reply is dropped.
+announced goes on in the ring: the step finishes for the others, only the reply is dropped. One that says nothing, or
+does not read its replies, loses its stream: what it holds of the ring and of the server belongs to others.
 """
 
 from __future__ import annotations
@@ -80,27 +81,32 @@ class RankServicer:
             "Forward": grpc.stream_stream_rpc_method_handler(
                 self.forward,
                 request_deserializer=wire.deserializer(pb.ForwardRequest),
-                response_serializer=wire.serialize,
+                response_serializer=bytes,
             ),
         }
 
     async def get_info(self, request: pb.GetInfoRequest) -> pb.ServiceInfo:
         return self._info()
 
-    async def forward(self, requests: AsyncIterator[In], context: Any) -> AsyncIterator[Out]:
+    async def forward(self, requests: AsyncIterator[In], context: Any) -> None:
         """One caller rank's stream."""
-        stream = _Stream(self._take, requests)
+        stream = _Stream(self._take, requests, self._step_timeout_s)
         try:
             async for call in stream:
-                yield self._answer(call)
-                # The reply has been serialized by now: its rows are no longer needed.
+                data = wire.serialize(self._answer(call))
                 call.release()
+                async with asyncio.timeout(self._step_timeout_s):
+                    await context.write(data)
         except DecodeError as error:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"message must be a ForwardRequest, got: {error}"
-            )
+            wrong = grpc.StatusCode.INVALID_ARGUMENT, f"message must be a ForwardRequest, got: {error}"
+        except TimeoutError:
+            what = "replies must be read" if stream.has_begun else "the first request must come"
+            wrong = grpc.StatusCode.DEADLINE_EXCEEDED, f"{what} within {self._step_timeout_s:g} s, got none"
+        else:
+            return
         finally:
             stream.close()
+        await context.abort(*wrong)
 
     # ------------------------------------------------------------------------------ in
 
@@ -112,7 +118,7 @@ class RankServicer:
             if message.WhichOneof("request") == "layer_call":
                 call.pending = await self._take_layer(envelope)
             else:
-                call.pending = self._ring.submit(_control_request(message, self._shape.num_ranks))
+                call.pending = await self._submit(_control_request(message, self._shape.num_ranks))
         except MegaMoeError as error:
             call.error = error
         except Exception as error:
@@ -130,16 +136,17 @@ class RankServicer:
         try:
             batch = wire.read_batch(self._shape, call.tensors, envelope.payload)
             rows = {} if batch.num_rows == 0 else vars(batch)
-            return await self._submit_layer(LayerRequest(**fields, **rows))
+            return await self._submit(LayerRequest(**fields, **rows))
         except InvalidArgumentError as error:
             refused: MegaMoeError = error
         except OverloadedError:
             raise
         except Exception as error:  # whatever it is, the others must not wait for this rank
             refused = _bug(error)
-        return await self._submit_layer(LayerRequest(**fields, refusal=(refused.code, str(refused))))
+        return await self._submit(LayerRequest(**fields, refusal=(refused.code, str(refused))))
 
-    async def _submit_layer(self, request: LayerRequest) -> Pending:
+    async def _submit(self, request: Request) -> Pending:
+        """Wait a little for room: a full ring holds up whoever fills it, and is not an error of a step."""
         return await self._ring.submit_patiently(request, self._step_timeout_s)
 
     # ------------------------------------------------------------------------------ out
@@ -162,20 +169,28 @@ class RankServicer:
         if call.pending.future.cancelled():
             raise UnavailableError("the request was dropped: the rank stops")
         call.pending.future.result()
-        reply = self._ring.producer.try_take(call.pending.ticket)
-        assert reply is not None, "woken without a reply: this is a bug"
-        return reply
+        return call.take()
 
 
 class _Call:
     """A request of a stream on its way: in the ring, or refused before it got there."""
 
-    __slots__ = ("error", "message", "pending")
+    __slots__ = ("error", "message", "pending", "reply")
 
     def __init__(self, message: pb.ForwardRequest) -> None:
         self.message = message
         self.pending: Pending | None = None
         self.error: MegaMoeError | None = None
+        self.reply: Reply | None = None
+
+    def take(self) -> Reply:
+        """The reply, which is there. Only one with rows stays in the ring until `release`."""
+        if self.reply is None:
+            assert self.pending is not None
+            self.reply = self.pending.take()
+            if not isinstance(self.reply, LayerReply):
+                self.pending.release()
+        return self.reply
 
     def release(self) -> None:
         if self.pending is not None:
@@ -185,8 +200,10 @@ class _Call:
 class _Stream:
     """Requests of one stream, read ahead in order; iterating gives them in the order in which they are answered."""
 
-    def __init__(self, take: Callable[[In], Any], requests: AsyncIterator[In]) -> None:
+    def __init__(self, take: Callable[[In], Any], requests: AsyncIterator[In], patience_s: float) -> None:
         self._take = take
+        self._patience_s = patience_s
+        self.has_begun = False
         self._done: asyncio.Queue[_Call | None] = asyncio.Queue()
         self._open: set[_Call] = set()
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT_PER_STREAM)
@@ -208,17 +225,26 @@ class _Stream:
 
     async def _read(self, requests: AsyncIterator[In]) -> None:
         try:
-            async for envelope in requests:
-                await self._slots.acquire()
-                call = await self._take(envelope)
-                self._open.add(call)
-                if call.pending is None:
-                    self._done.put_nowait(call)
-                else:
-                    call.pending.future.add_done_callback(lambda _, call=call: self._done.put_nowait(call))
+            async with asyncio.timeout(self._patience_s) as patience:
+                async for envelope in requests:
+                    patience.reschedule(None)
+                    self.has_begun = True
+                    await self._slots.acquire()
+                    call = await self._take(envelope)
+                    self._open.add(call)
+                    if call.pending is None:
+                        self._done.put_nowait(call)
+                    else:
+                        call.pending.future.add_done_callback(lambda _, call=call: self._finish(call))
         finally:
             self._ended = True
             self._done.put_nowait(None)
+
+    def _finish(self, call: _Call) -> None:
+        future = call.pending.future if call.pending is not None else None
+        if future is not None and not future.cancelled() and future.exception() is None:
+            call.take()
+        self._done.put_nowait(call)
 
     def close(self) -> None:
         """The caller is gone or done: give back all records, each as soon as the rank has answered it."""

@@ -37,6 +37,10 @@ class Pending:
             await asyncio.wait_for(asyncio.shield(self.future), timeout_s)
         except TimeoutError:
             raise PeerTimeoutError(f"the rank did not answer its request ring within {timeout_s} s") from None
+        return self.take()
+
+    def take(self) -> Reply:
+        """The reply, once `future` is done; its tensors hold until `release`."""
         reply = self._producer.try_take(self.ticket)
         assert reply is not None, "woken without a reply: this is a bug"
         return reply
@@ -84,7 +88,7 @@ class AsyncRing:
         return pending
 
     async def submit_patiently(self, request: Request, timeout_s: float) -> Pending:
-        """Submit, waiting up to timeout_s for room: a layer call of an agreed plan is never refused for overload."""
+        """Submit, waiting up to timeout_s for room: what belongs to an agreed plan is never refused for overload."""
         deadline = self._loop.time() + timeout_s
         while True:
             try:

@@ -70,7 +70,7 @@ class Envelope(Generic[M]):
         return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
 
-def serialize(envelope: Envelope[Message]) -> bytes:
+def serialize(envelope: Envelope[M]) -> bytes:
     """The wire bytes of an envelope; the payload is copied once."""
     head = envelope.message.SerializeToString()
     num_bytes = sum(len(part) for part in envelope.parts)

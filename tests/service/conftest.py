@@ -1,4 +1,4 @@
-"""Names of shared memory that never outlive a test."""
+"""Fixtures: names of shared memory that never outlive a test, and a served rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from megamoe import unlink_all
+from tests.service.served_rank import served
+
+__all__ = ["group_name", "served"]
 
 _counter = itertools.count()
 

@@ -168,6 +168,13 @@ def one_error(replies: dict[int, Reply], code: str, *texts: str, ranks: int = RA
         ({"phase": Phase.IDLE}, "invalid_argument", ["phase of a rank with 3 rows"]),
         ({"dtype": "mxfp8"}, "agreement", ["dtype must be equal", "rank 3: mxfp8"]),
         ({"dtype": "fp4"}, "invalid_argument", ["dtype must be one of bfloat16, mxfp8, got 'fp4'"]),
+        (
+            {"timeout_s": float("nan")},
+            "invalid_argument",
+            ["timeout_s must be a number of at least 0, got nan"],
+        ),
+        ({"timeout_s": -1.0}, "invalid_argument", ["timeout_s must be a number of at least 0, got -1.0"]),
+        ({"refusal": ("invalid_argument", "found wrong")}, "invalid_argument", ["found wrong"]),
     ],
 )
 def test_a_wrong_intent_of_one_rank_is_one_error_on_all(
@@ -182,6 +189,29 @@ def test_a_wrong_generation_on_one_rank_is_one_error_on_all(tier: Tier) -> None:
     plan_id, requests = tier.intents()
     _, other = tier.intents(change={2: {"plan_id": PlanId(6, plan_id.step_id, 0)}})
     one_error(tier.group.ask_all({**requests, 2: other[2]}), "stale_call", "generation must be 7, got 6")
+    tier.works()
+
+
+def test_a_step_far_ahead_is_refused_and_uses_up_no_ids(tier: Tier) -> None:
+    """The ids of a generation are for all its callers: one message must not spend them."""
+    for far in (2**64 - 1, 2**63, 2**62 - 1, 2**41):
+        _, requests = tier.intents(change={rank: {"plan_id": PlanId(7, far, 0)} for rank in range(4)})
+        one_error(
+            tier.group.ask_all(requests), "invalid_argument", f"step_id must be below {1 + 2**40}", str(far)
+        )
+    tier.works()
+    tier.group.ask(0, LeaseRequest(holder="tier", release=True))
+    Tier(tier.group, "second").works()
+
+
+def test_an_uncalled_rank_whose_caller_sends_a_refused_intent_refuses_the_plan(tier: Tier) -> None:
+    _, requests = tier.intents(with_counts=True, change={2: {"refusal": ("invalid_argument", "found wrong")}})
+    replies = tier.group.ask_all({rank: requests[rank] for rank in (0, 1, 3)})
+    plan = next(reply.plan for reply in replies.values() if isinstance(reply, PlanReply))
+    late = tier.group.ask(2, requests[2])
+    assert isinstance(late, ErrorReply)
+    assert late.message == "found wrong"
+    one_error(tier.layer(plan, ranks=(0, 1, 3)), "invalid_argument", "rank 2 refused: found wrong", ranks=3)
     tier.works()
 
 

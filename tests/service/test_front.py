@@ -63,6 +63,14 @@ def test_a_shorter_timeout_is_taken_and_a_longer_one_is_not() -> None:
         assert read_job(CONFIG, envelope).timeout_s == want
 
 
+@pytest.mark.parametrize("said", [-1.0, float("nan")])
+def test_a_timeout_that_is_none_is_refused(said: float) -> None:
+    envelope = request_of((0, 1, 0))
+    envelope.message.timeout_s = said
+    with pytest.raises(InvalidArgumentError, match=f"timeout_s must be a number of at least 0, got {said}"):
+        read_job(CONFIG, envelope)
+
+
 def test_http_answers() -> None:
     state = State(generation=1, policy=PathPolicy.of(CONFIG.deployment))
     state.addresses = Addresses(metrics=("10.0.0.1:9410", "10.0.0.1:9411"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,85 +11,19 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from megamoe import PathPolicy, unlink_all
 from megamoe.errors import InvalidArgumentError, PeerTimeoutError
 from service import wire
 from service.client import RemoteError
-from service.client.stream import RankStream
-from service.config import load_config
-from service.grpc_server import LAYER_SERVICE, Health, listen, make_server
-from service.info import State, service_info
+from service.grpc_server import LAYER_SERVICE
 from service.messages import LayerRequest
-from service.metrics import RankMetrics
 from service.pb import moe_pb2 as pb
 from service.pb.moe_pb2_grpc import MoELayerStub
-from service.rank_server import RankServicer
-from service.ring import RingProducer
-from service.ring_async import AsyncRing
 from service.ring_codec import LayerHead
-from tests.service.fake_rank import FakeRank
-
-CONFIG = load_config(env=False)
-SHAPE = CONFIG.moe_shape
+from tests.service.served_rank import CONFIG, SHAPE, ServedRank, layer_call
 
 
-@dataclass
-class Running:
-    rank: FakeRank
-    address: str
-    ring: AsyncRing
-    health: Health
-    metrics: RankMetrics
-
-    def stream(self) -> RankStream:
-        return RankStream(0, self.address, max_message_bytes=CONFIG.message_bytes)
-
-
-@pytest.fixture
-async def running() -> AsyncIterator[Running]:
-    name = f"megamoe-t{os.getpid()}-rs"
-    rank = FakeRank(name, CONFIG.deployment)
-    producer = RingProducer.attach(name, 0, 0, rank.bell)
-    ring = AsyncRing(producer)
-    metrics = RankMetrics(rank=0, model_name="demo", bundle=CONFIG.bundle)
-    state = State(generation=3, policy=PathPolicy.of(CONFIG.deployment))
-    servicer = RankServicer(
-        shape=SHAPE,
-        ring=ring,
-        info=lambda: service_info(CONFIG, state),
-        metrics=metrics,
-        step_timeout_s=2.0,
-    )
-    limit = CONFIG.message_bytes
-    server, health = make_server(
-        {LAYER_SERVICE: servicer.handlers()}, max_receive_bytes=limit, max_send_bytes=limit
-    )
-    port = listen(server, "127.0.0.1", 0, "port")
-    await server.start()
-    yield Running(rank, f"127.0.0.1:{port}", ring, health, metrics)
-    await server.stop(None)
-    await ring.close()
-    producer.close()
-    rank.close()
-    metrics.close()
-    unlink_all(name)
-
-
-def layer_call(num_rows: int, **change: Any) -> tuple[pb.ForwardRequest, tuple[wire.Buffer, ...]]:
-    writer = wire.PayloadWriter()
-    hidden = torch.arange(num_rows * SHAPE.hidden).remainder(100).to(torch.bfloat16)
-    tensors = [
-        writer.add("hidden_states", change.pop("hidden", hidden.view(num_rows, SHAPE.hidden))),
-        writer.add("topk_ids", change.pop("ids", torch.zeros(num_rows, SHAPE.num_topk, dtype=torch.int32))),
-        writer.add("topk_weights", torch.ones(num_rows, SHAPE.num_topk)),
-    ]
-    call = pb.LayerCall(lease_serial=7, sequence=11, plan_id=pb.PlanId(generation=3, step_id=5), **change)
-    call.tensors.extend(tensors)
-    return pb.ForwardRequest(layer_call=call), tuple(writer.parts)
-
-
-async def test_a_whole_step(running: Running) -> None:
-    stream = running.stream()
+async def test_a_whole_step(served: ServedRank) -> None:
+    stream = served.stream()
     granted = await stream.request(pb.ForwardRequest(lease=pb.Lease(holder="me")), timeout_s=5)
     assert granted.message.lease_granted == pb.LeaseGranted(
         lease_serial=7, generation=3, next_sequence=11, next_step_id=5
@@ -114,23 +45,23 @@ async def test_a_whole_step(running: Running) -> None:
     )
     assert closed.message.HasField("closed")
     await stream.close()
-    assert running.ring.producer.num_in_flight == 0
+    assert served.ring.producer.num_in_flight == 0
 
 
-async def test_pipelined_requests_stay_in_order_and_find_their_replies(running: Running) -> None:
-    stream = running.stream()
+async def test_pipelined_requests_stay_in_order_and_find_their_replies(served: ServedRank) -> None:
+    stream = served.stream()
     calls = [layer_call(rows, layer_idx=rows) for rows in range(1, 90)]
     tasks = [stream.send(message, parts) for message, parts in calls]
     replies = await asyncio.wait_for(asyncio.gather(*tasks), 20)
     assert [reply.message.layer_result.layer_idx for reply in replies] == list(range(1, 90))
-    heads = [item for item in running.rank.seen if isinstance(item, LayerHead)]
+    heads = [item for item in served.rank.seen if isinstance(item, LayerHead)]
     assert [head.layer_idx for head in heads] == list(range(1, 90))
     await stream.close()
-    assert running.ring.producer.num_in_flight == 0
+    assert served.ring.producer.num_in_flight == 0
 
 
-async def test_bad_rows_join_the_layer_as_a_refusal_and_the_stream_stays_open(running: Running) -> None:
-    stream = running.stream()
+async def test_bad_rows_join_the_layer_as_a_refusal_and_the_stream_stays_open(served: ServedRank) -> None:
+    stream = served.stream()
     cases: list[tuple[dict[str, Any], str]] = [
         ({"hidden": torch.zeros(2, SHAPE.hidden)}, "hidden_states.dtype must be bfloat16, got float32"),
         ({"hidden": torch.zeros(2, 8, dtype=torch.bfloat16)}, r"hidden_states.shape must be \[2, 256\]"),
@@ -145,7 +76,7 @@ async def test_bad_rows_join_the_layer_as_a_refusal_and_the_stream_stays_open(ru
             await stream.request(message, parts, timeout_s=5)
         assert isinstance(caught.value, RemoteError)
         assert caught.value.status is grpc.StatusCode.INVALID_ARGUMENT
-        refused = running.rank.seen[-1]
+        refused = served.rank.seen[-1]
         assert isinstance(refused, LayerHead)
         assert refused.refusal is not None
         assert refused.sequence == 11, "the refusal takes its place in the total order"
@@ -154,17 +85,17 @@ async def test_bad_rows_join_the_layer_as_a_refusal_and_the_stream_stays_open(ru
     await stream.close()
 
 
-async def test_too_many_rows_for_the_ring_is_a_refusal_too(running: Running) -> None:
+async def test_too_many_rows_for_the_ring_is_a_refusal_too(served: ServedRank) -> None:
     rows = CONFIG.deployment.step_rows_limit + 1
-    stream = running.stream()
+    stream = served.stream()
     message, parts = layer_call(rows)
     with pytest.raises(InvalidArgumentError, match=f"at most {rows - 1}"):
         await stream.request(message, parts, timeout_s=5)
     await stream.close()
 
 
-async def test_errors_of_the_rank_keep_code_and_missing_ranks(running: Running) -> None:
-    stream = running.stream()
+async def test_errors_of_the_rank_keep_code_and_missing_ranks(served: ServedRank) -> None:
+    stream = served.stream()
     message, parts = layer_call(1, layer_idx=99)
     with pytest.raises(PeerTimeoutError, match="rank 5 did not come") as caught:
         await stream.request(message, parts, timeout_s=5)
@@ -172,57 +103,57 @@ async def test_errors_of_the_rank_keep_code_and_missing_ranks(running: Running) 
     await stream.close()
 
 
-async def test_empty_requests_and_nameless_holders_are_refused(running: Running) -> None:
-    stream = running.stream()
+async def test_empty_requests_and_nameless_holders_are_refused(served: ServedRank) -> None:
+    stream = served.stream()
     with pytest.raises(InvalidArgumentError, match="request must be one of lease"):
         await stream.request(pb.ForwardRequest(), timeout_s=5)
     with pytest.raises(InvalidArgumentError, match="lease.holder must be the name"):
         await stream.request(pb.ForwardRequest(lease=pb.Lease()), timeout_s=5)
-    running.metrics.flush()
+    served.metrics.flush()
     labels = {"rank": "0", "model_name": "demo", "code": "invalid_argument"}
-    assert running.metrics.registry.get_sample_value("megamoe_errors_total", labels) == 2
+    assert served.metrics.registry.get_sample_value("megamoe_errors_total", labels) == 2
     await stream.close()
 
 
-async def test_a_vanished_caller_leaks_nothing(running: Running) -> None:
-    running.rank.hold.clear()
-    stream = running.stream()
+async def test_a_vanished_caller_leaks_nothing(served: ServedRank) -> None:
+    served.rank.hold.clear()
+    stream = served.stream()
     for _ in range(3):
         message, parts = layer_call(100)
         stream.send(message, parts).add_done_callback(lambda future: future.cancelled() or future.exception())
     for _ in range(300):
-        if running.ring.num_waiting == 3:
+        if served.ring.num_waiting == 3:
             break
         await asyncio.sleep(0.01)
-    assert running.ring.num_waiting == 3
+    assert served.ring.num_waiting == 3
     stream._call.cancel()
     await stream.close()
     await asyncio.sleep(0.1)
-    running.rank.hold.set()
+    served.rank.hold.set()
     for _ in range(200):
-        if running.ring.producer.num_in_flight == 0:
+        if served.ring.producer.num_in_flight == 0:
             break
         await asyncio.sleep(0.01)
-    assert running.ring.producer.num_in_flight == 0
-    assert sum(isinstance(item, LayerRequest | LayerHead) for item in running.rank.seen) == 3
+    assert served.ring.producer.num_in_flight == 0
+    assert sum(isinstance(item, LayerRequest | LayerHead) for item in served.rank.seen) == 3
 
 
-async def test_garbage_ends_only_its_own_stream(running: Running) -> None:
-    async with grpc.aio.insecure_channel(running.address) as channel:
+async def test_garbage_ends_only_its_own_stream(served: ServedRank) -> None:
+    async with grpc.aio.insecure_channel(served.address) as channel:
         raw: Any = channel.stream_stream(f"/{LAYER_SERVICE}/Forward")
         call = raw()
         await call.write(b"\xff\xff\xff\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(call.read(), 5)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    stream = running.stream()
+    stream = served.stream()
     message, parts = layer_call(1)
     await stream.request(message, parts, timeout_s=5)
     await stream.close()
 
 
-async def test_a_message_above_the_limit_is_refused_with_the_number(running: Running) -> None:
-    async with grpc.aio.insecure_channel(running.address) as channel:
+async def test_a_message_above_the_limit_is_refused_with_the_number(served: ServedRank) -> None:
+    async with grpc.aio.insecure_channel(served.address) as channel:
         stub: Any = MoELayerStub(channel)
         call = stub.Forward()
         await call.write(pb.ForwardRequest(payload=bytes(CONFIG.message_bytes + 1)))
@@ -232,8 +163,8 @@ async def test_a_message_above_the_limit_is_refused_with_the_number(running: Run
         assert str(CONFIG.message_bytes) in str(caught.value.details())
 
 
-async def test_info_health_and_reflection(running: Running) -> None:
-    async with grpc.aio.insecure_channel(running.address) as channel:
+async def test_info_health_and_reflection(served: ServedRank) -> None:
+    async with grpc.aio.insecure_channel(served.address) as channel:
         stub: Any = MoELayerStub(channel)
         info = await stub.GetInfo(pb.GetInfoRequest(), timeout=5)
         assert info.shape.hidden == SHAPE.hidden
@@ -244,7 +175,7 @@ async def test_info_health_and_reflection(running: Running) -> None:
         }
         health: Any = health_pb2_grpc.HealthStub(channel)
         for serving in (False, True):
-            await running.health.set(serving)
+            await served.health.set(serving)
             for service in ("", LAYER_SERVICE):
                 request = health_pb2.HealthCheckRequest(service=service)
                 reply = await health.Check(request, timeout=5)

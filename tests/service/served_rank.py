@@ -1,0 +1,83 @@
+"""The servicer of one rank on real gRPC, in front of a rank that answers at once: what a caller can do to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe import PathPolicy, unlink_all
+from service import wire
+from service.client.stream import RankStream
+from service.config import load_config
+from service.grpc_server import LAYER_SERVICE, Health, listen, make_server
+from service.info import State, service_info
+from service.metrics import RankMetrics
+from service.pb import moe_pb2 as pb
+from service.rank_server import RankServicer
+from service.ring import RingProducer
+from service.ring_async import AsyncRing
+from tests.service.fake_rank import FakeRank
+
+CONFIG = load_config(env=False)
+SHAPE = CONFIG.moe_shape
+STEP_TIMEOUT_S = 2.0
+
+
+@dataclass
+class ServedRank:
+    rank: FakeRank
+    address: str
+    ring: AsyncRing
+    health: Health
+    metrics: RankMetrics
+
+    def stream(self) -> RankStream:
+        return RankStream(0, self.address, max_message_bytes=CONFIG.message_bytes)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[ServedRank]:
+    name = f"megamoe-t{os.getpid()}-rs"
+    rank = FakeRank(name, CONFIG.deployment)
+    producer = RingProducer.attach(name, 0, 0, rank.bell)
+    ring = AsyncRing(producer)
+    metrics = RankMetrics(rank=0, model_name="demo", bundle=CONFIG.bundle)
+    state = State(generation=3, policy=PathPolicy.of(CONFIG.deployment))
+    servicer = RankServicer(
+        shape=SHAPE,
+        ring=ring,
+        info=lambda: service_info(CONFIG, state),
+        metrics=metrics,
+        step_timeout_s=STEP_TIMEOUT_S,
+    )
+    limit = CONFIG.message_bytes
+    server, health = make_server(
+        {LAYER_SERVICE: servicer.handlers()}, max_receive_bytes=limit, max_send_bytes=limit
+    )
+    port = listen(server, "127.0.0.1", 0, "port")
+    await server.start()
+    yield ServedRank(rank, f"127.0.0.1:{port}", ring, health, metrics)
+    await server.stop(None)
+    await ring.close()
+    producer.close()
+    rank.close()
+    metrics.close()
+    unlink_all(name)
+
+
+def layer_call(num_rows: int, **change: Any) -> tuple[pb.ForwardRequest, tuple[wire.Buffer, ...]]:
+    writer = wire.PayloadWriter()
+    hidden = torch.arange(num_rows * SHAPE.hidden).remainder(100).to(torch.bfloat16)
+    tensors = [
+        writer.add("hidden_states", change.pop("hidden", hidden.view(num_rows, SHAPE.hidden))),
+        writer.add("topk_ids", change.pop("ids", torch.zeros(num_rows, SHAPE.num_topk, dtype=torch.int32))),
+        writer.add("topk_weights", torch.ones(num_rows, SHAPE.num_topk)),
+    ]
+    call = pb.LayerCall(lease_serial=7, sequence=11, plan_id=pb.PlanId(generation=3, step_id=5), **change)
+    call.tensors.extend(tensors)
+    return pb.ForwardRequest(layer_call=call), tuple(writer.parts)
