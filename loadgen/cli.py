@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,18 +25,18 @@ from rich.logging import RichHandler
 
 from loadgen.attention_time import Stragglers
 from loadgen.display import final_tables, watch
+from loadgen.live import LiveTier
 from loadgen.moe_source import SimulatedMoe, open_moe
 from loadgen.moe_table import TableTier
-from loadgen.moe_tier import MoeTier
 from loadgen.profiles import RunProfile, run_profile
 from loadgen.replay import Replay
 from loadgen.report import build_report, write_report
 from loadgen.scenario import SCENARIO
-from loadgen.scrape import Counters, scrape, scrape_settled
+from loadgen.service_count import ServiceCount
 from loadgen.speculation import Speculation
 from loadgen.synth import SyntheticTraces
 from megamoe import DISTRIBUTIONS
-from megamoe.errors import ConfigError, MegaMoeError, UnavailableError, must_be
+from megamoe.errors import ConfigError, MegaMoeError, must_be
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -143,7 +145,9 @@ def main(
         str | None,
         typer.Option(help="with --moe-time: paths that may serve, by commas; compact always may [all]"),
     ] = None,
-    holder: Annotated[str, typer.Option(help="name under which the service is leased")] = "loadgen",
+    holder: Annotated[
+        str, typer.Option(help="name under which the service is leased [loadgen-<host>-<pid>]")
+    ] = "",
     wait_ready: Annotated[float, typer.Option(help="seconds to wait until the service is ready")] = 60.0,
     plain: Annotated[bool, typer.Option("--plain", help="progress as lines, also on a terminal")] = False,
 ) -> None:
@@ -170,7 +174,8 @@ def main(
             target=target,
             out=out,
             profile=profile,
-            holder=holder,
+            # Two generators under one name would share a lease, and trip over each other's steps.
+            holder=holder or f"loadgen-{socket.gethostname()}-{os.getpid()}",
             wait_ready_s=wait_ready,
             routing=routing,
             plain=plain,
@@ -229,7 +234,6 @@ async def run(options: Options, console: Console) -> int:
         chosen = options.resolve(moe.info.profile)
         config = chosen.scenario
         traces = SyntheticTraces(config.num_traces, config.seed)
-        before, not_counted = await _read_counters(moe)
         replay = Replay(
             moe,
             traces,
@@ -239,6 +243,10 @@ async def run(options: Options, console: Console) -> int:
             distribution=options.routing,
             num_micro_batches=options.num_micro_batches,
         )
+        count = ServiceCount(lambda: moe.info, replay.record, replay.now)
+        await count.begin()
+        if isinstance(moe, LiveTier):
+            moe.on_restart = count.restarted
         info = moe.info
         title = (
             f"{SCENARIO}: {config.concurrency} lanes on {info.model_name} ({info.backend}, {info.num_ranks} ranks, "
@@ -252,12 +260,10 @@ async def run(options: Options, console: Console) -> int:
                 except Exception as error:  # the report of what there is comes first, then the error
                     crash = error
                     replay.record.aborted = replay.record.aborted or f"{type(error).__name__}: {error}"
-        counted = None
-        if before is not None:
-            counted, not_counted = await _count(moe, before, replay)
+        counted, not_counted = await count.end()
         report = build_report(
             replay.record,
-            info,
+            moe.info,
             config,
             replay.tier_config,
             counted,
@@ -279,25 +285,6 @@ def exit_status(report: dict[str, Any]) -> int:
     if report["run_aborted"] or report["requests"]["failed"] or report["service_steps_match"] is False:
         return EXIT_FAILED
     return EXIT_CANCELLED if report["run_cancelled"] else 0
-
-
-async def _read_counters(moe: MoeTier | TableTier) -> tuple[Counters | None, str]:
-    if not moe.info.metrics_urls:
-        return None, "the service names no metrics addresses"
-    try:
-        return await scrape(moe.info.metrics_urls), ""
-    except UnavailableError as error:
-        return None, str(error)
-
-
-async def _count(moe: MoeTier | TableTier, before: Counters, replay: Replay) -> tuple[Counters | None, str]:
-    """What the service counted since `before`; None with the reason when it cannot be read any more."""
-    record = replay.record
-    num_sub_steps = sum(times.num_steps for times in record.times.values())
-    try:
-        return await scrape_settled(moe.info.metrics_urls, before, record.num_calls, num_sub_steps), ""
-    except UnavailableError as error:
-        return None, str(error)
 
 
 @contextlib.contextmanager

@@ -189,6 +189,16 @@ def _paths(report: dict[str, Any]) -> Table:
     return table
 
 
+def _restarts(report: dict[str, Any]) -> list[Text]:
+    times = report["steps"]["service_restarts"]
+    if not times:
+        return []
+    when = ", ".join(f"{at:.0f}" for at in times)
+    uncounted = report["service_check"].get("calls_before_restart", 0)
+    line = f"The service's group restarted {len(times)} time(s), after {when} s; {uncounted:,} calls before that are "
+    return [Text(line + "counted by nobody any more", style="bold yellow")]
+
+
 def _verdict(report: dict[str, Any]) -> list[Text]:
     rows, requests = report["rows_per_rank"], report["requests"]
     off, hit = report["off_decode_path_share"], report["theoretical_cache_hit_rate"]
@@ -203,6 +213,7 @@ def _verdict(report: dict[str, Any]) -> list[Text]:
             f"Steps of the profile: {report['prefill_steps']:,} with prefill, {report['decode_steps']:,} pure decode; "
             f"{report['steps']['retried']:,} tried again, {report['steps']['failed']:,} failed"
         ),
+        *_restarts(report),
         Text(
             f"Rows per rank: p50 {_number(rows['p50'], 0)}, p90 {_number(rows['p90'], 0)}, max "
             f"{_number(rows['max'], 0)}; decode steps off the decode path: {'-' if off is None else f'{off:.1%}'}"

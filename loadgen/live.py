@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from loadgen.moe_tier import LayerOutcome, SubStepSeen, TierInfo
 from loadgen.rows import RankRows
 from megamoe import StageTimes, SubStepReport
+from megamoe.errors import ConfigError, LeaseHeldError, PeerTimeoutError, UnavailableError
 from service.client import AsyncMoeGroup, AsyncStep, GroupOutput, ServiceInfo
 
+log = logging.getLogger("loadgen")
+
 _STAGES = StageTimes.stages()
+_RENEW_PAUSE_S = 0.2
 
 
 def tier_info(info: ServiceInfo) -> TierInfo:
@@ -28,18 +36,55 @@ def tier_info(info: ServiceInfo) -> TierInfo:
 
 
 class LiveTier:
-    """A leased service. Made by `connect`."""
+    """A leased service. Made by `connect`. on_restart: told when `renew` has leased another incarnation of it."""
 
-    def __init__(self, group: AsyncMoeGroup) -> None:
-        self._group = group
-        self.info = tier_info(group.info)
+    def __init__(self, target: str, holder: str, wait_ready_s: float) -> None:
+        self._target = target
+        self._holder = holder
+        self._wait_ready_s = wait_ready_s
+        self._leased = contextlib.AsyncExitStack()
+        self._group: AsyncMoeGroup
+        self.info: TierInfo
+        self.on_restart: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
     @contextlib.asynccontextmanager
     async def connect(cls, target: str, *, holder: str, wait_ready_s: float) -> AsyncIterator[LiveTier]:
         """Lease the service whose front is at `target` (host:port). Raises MegaMoeError when that fails."""
-        async with AsyncMoeGroup.connect(target, holder=holder, wait_ready_s=wait_ready_s) as group:
-            yield cls(group)
+        tier = cls(target, holder, wait_ready_s)
+        await tier._lease(wait_ready_s)
+        try:
+            yield tier
+        finally:
+            await tier._leased.aclose()
+
+    async def _lease(self, wait_ready_s: float) -> None:
+        group = AsyncMoeGroup.connect(self._target, holder=self._holder, wait_ready_s=wait_ready_s)
+        self._group = await self._leased.enter_async_context(group)
+        self.info = tier_info(self._group.info)
+
+    async def renew(self) -> None:
+        """See MoeTier. Waits as long as `connect` did."""
+        old, deadline = self.info, time.monotonic() + self._wait_ready_s
+        await self._leased.aclose()
+        while True:
+            try:
+                await self._lease(max(deadline - time.monotonic(), 0.0))
+                break
+            except (
+                UnavailableError,
+                LeaseHeldError,
+                PeerTimeoutError,
+            ) as error:  # it may go down again meanwhile
+                if time.monotonic() >= deadline:
+                    raise
+                log.info("no lease yet: %s", error)
+                await asyncio.sleep(_RENEW_PAUSE_S)
+        same = {"generation": 0, "metrics_urls": ()}
+        if replace(self.info, **same) != replace(old, **same):  # type: ignore[arg-type]
+            raise ConfigError(f"{self._target} must come back as it was, got another service: {self.info}")
+        if self.info.generation != old.generation and self.on_restart is not None:
+            await self.on_restart()
 
     @contextlib.asynccontextmanager
     async def step(

@@ -82,3 +82,9 @@ class MoeTier(Protocol):
         self, *, num_rows_per_rank: Sequence[int], phase: Sequence[str], micro_batch_idx: int = 0
     ) -> AbstractAsyncContextManager[MoeStep]:
         """Agree on a step. phase: "prefill", "decode" or "idle" by rank."""
+
+    async def renew(self) -> None:
+        """Lease the service again after the lease, or the whole group under it, was lost; waits for it to come back.
+
+        Raises MegaMoeError when it does not, or comes back as another service.
+        """

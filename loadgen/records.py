@@ -139,9 +139,27 @@ class StepRecord:
         return self.end_s - self.start_s - self.agree_s - self.moe_s - self.attention_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCount:
+    """Layer calls as a service should have counted them. num_steps and by_rank: sub-steps, and each replying rank's
+    own times, by path."""
+
+    num_calls: int = 0
+    num_calls_failed: int = 0
+    num_steps: dict[str, int] = field(default_factory=dict)
+    by_rank: dict[str, dict[int, array[float]]] = field(default_factory=dict)
+
+    @property
+    def num_sub_steps(self) -> int:
+        return sum(self.num_steps.values())
+
+
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """Everything that a run leaves. profile_start_s and profile_end_s bound the profile; 0 when it never began."""
+    """Everything that a run leaves. profile_start_s and profile_end_s bound the profile; 0 when it never began.
+
+    restarts: when another incarnation of the service's group was leased, because the one before had gone down.
+    """
 
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -159,6 +177,38 @@ class RunRecord:
     idle_skipped_s: float = 0.0
     cancelled: bool = False
     aborted: str = ""
+    restarts: list[float] = field(default_factory=list)
+    before_restart: CallCount = field(default_factory=CallCount)
+
+    def mark_restart(self, now_s: float) -> None:
+        """The service counts anew from here on."""
+        self.restarts.append(now_s)
+        self.before_restart = self._count()
+
+    def since_restart(self) -> CallCount:
+        """What the service should have counted since its last restart, or since the run began."""
+        total, before = self._count(), self.before_restart
+        return CallCount(
+            num_calls=total.num_calls - before.num_calls,
+            num_calls_failed=total.num_calls_failed - before.num_calls_failed,
+            num_steps={path: num - before.num_steps.get(path, 0) for path, num in total.num_steps.items()},
+            by_rank={
+                path: {
+                    rank: times[len(before.by_rank.get(path, {}).get(rank, ())) :]
+                    for rank, times in ranks.items()
+                }
+                for path, ranks in total.by_rank.items()
+            },
+        )
+
+    def _count(self) -> CallCount:
+        paths = {path: self.path_times(path) for _, path in self.times}
+        return CallCount(
+            num_calls=self.num_calls,
+            num_calls_failed=self.num_calls_failed,
+            num_steps={path: times.num_steps for path, times in paths.items()},
+            by_rank={path: times.by_rank for path, times in paths.items()},
+        )
 
     def add_call(
         self, phase: RunPhase, round_trip_s: float, pieces: tuple[SubStepSeen, ...], times: int = 1

@@ -20,7 +20,7 @@ from loadgen.prefix_cache import PrefixCache
 from loadgen.records import RequestRecord, RunPhase, RunRecord, Status
 from loadgen.scenario import ScenarioConfig
 from loadgen.session import Turn
-from loadgen.step_runner import StepRunner, fit_tier, row_source
+from loadgen.step_runner import ServiceGoneError, StepRunner, fit_tier, row_source
 from loadgen.tier_step import TierRequest, TierStep
 from loadgen.trace import TraceSource
 from megamoe.errors import InvalidArgumentError, MegaMoeError
@@ -254,6 +254,8 @@ class Replay:
             )
         except MegaMoeError as error:
             self._fail(lanes, step, f"{error.code}: {error}")
+            if isinstance(error, ServiceGoneError):
+                self.record.aborted, self._stop = str(error), True
             return
         now = self._clock.now()
         complete, num_tokens = self._tier.finish_step(step, now)

@@ -99,6 +99,7 @@ def build_report(
             "failed": record.num_failed_steps,
             "retried": record.num_retried_steps,
             "calls_failed": record.num_calls_failed,
+            "service_restarts": [at - record.run_start_s for at in record.restarts],
             "idle_skips": record.num_idle_skips,
             "idle_skipped_s": record.idle_skipped_s,
         },
@@ -128,6 +129,8 @@ def _reasons_of_run(
         reasons.append("MoE time is simulated")
     if record.aborted:
         reasons.append(f"the run was aborted: {record.aborted}")
+    if record.restarts:
+        reasons.append(f"the service's group restarted {len(record.restarts)} time(s) in the run")
     profile = sent["profile"]
     if profile["context_overflow"] > config.max_overflow_share * max(profile["sent"], 1):
         reasons.append(
@@ -166,23 +169,24 @@ def compare(record: RunRecord, counted: Counters | None, not_counted: str = "") 
     """Whether the service counted what was called: layer calls, sub-steps per path, and medians within one bucket.
 
     match is False with reasons when something differs, and None when nothing could be read. A call that failed may
-    have been executed without a reply: for each such call the service may have counted one more.
+    have been executed without a reply: for each such call the service may have counted one more. Calls made before the
+    service's group last restarted are counted by nobody any more: calls_before_restart says how many.
     """
     if counted is None:
         return {"match": None, "reasons": [not_counted or "the service's counters were not read"]}
     reasons = []
-    unknown = record.num_calls_failed
-    if not 0 <= counted.group_layer_calls - record.num_calls <= unknown:
-        reasons.append(f"layer calls: {record.num_calls} made, {counted.group_layer_calls} counted")
+    made = record.since_restart()
+    unknown = made.num_calls_failed
+    if not 0 <= counted.group_layer_calls - made.num_calls <= unknown:
+        reasons.append(f"layer calls: {made.num_calls} made, {counted.group_layer_calls} counted")
     paths: dict[str, Any] = {}
     for path in PATHS:
-        times = record.path_times(path)
-        scraped = counted.sub_steps.get(path, 0)
-        if scraped < times.num_steps or (not unknown and scraped != times.num_steps):
-            reasons.append(f"{path}: {times.num_steps} sub-steps seen, {scraped} counted")
-        replies = [value for by_rank in times.by_rank.values() for value in by_rank]
+        seen, scraped = made.num_steps.get(path, 0), counted.sub_steps.get(path, 0)
+        if scraped < seen or (not unknown and scraped != seen):
+            reasons.append(f"{path}: {seen} sub-steps seen, {scraped} counted")
+        replies = [value for times in made.by_rank.get(path, {}).values() for value in times]
         histogram = counted.latency.get(path)
-        paths[path] = {"seen": times.num_steps, "counted": scraped}
+        paths[path] = {"seen": seen, "counted": scraped}
         if not replies or histogram is None or not histogram.count:
             continue
         median = percentiles_of(replies, (50,))["p50"]
@@ -198,10 +202,11 @@ def compare(record: RunRecord, counted: Counters | None, not_counted: str = "") 
         "match": not reasons,
         "reasons": reasons,
         "layer_calls": {
-            "made": record.num_calls,
-            "failed": record.num_calls_failed,
+            "made": made.num_calls,
+            "failed": made.num_calls_failed,
             "counted": counted.group_layer_calls,
         },
+        "calls_before_restart": record.num_calls - made.num_calls,
         "paths": paths,
     }
 

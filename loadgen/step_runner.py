@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +19,21 @@ from loadgen.records import RunPhase, RunRecord, StepRecord
 from loadgen.rows import RowSource
 from loadgen.step_passes import ServedSteps, SimulatedSteps
 from loadgen.tier_step import TierStep
-from megamoe.errors import ConfigError, MegaMoeError, must_be
+from megamoe.errors import ConfigError, MegaMoeError, StaleCallError, UnavailableError, must_be
 
 log = logging.getLogger("loadgen")
 
 RETRY_PAUSE_S = 0.1
 """Pause before a failed step is tried again, longer with every try: an overloaded service asks for one."""
+LOST = (UnavailableError.code, StaleCallError.code)
+"""Errors after which the lease, or the group under it, is gone: a step is only tried again under a new lease."""
+MAX_RENEWALS = 3
+"""New leases for one step: a service that goes down again with every try of it does not get a fourth."""
+_STOP_POLL_S = 0.2
+
+
+class ServiceGoneError(UnavailableError):
+    """The service was lost and did not come back: there is nothing left to run on."""
 
 
 def fit_tier(config: TierConfig, info: TierInfo) -> TierConfig:
@@ -73,6 +83,7 @@ class StepRunner:
         self._attention = attention
         self._token_scale = token_scale
         self._step_retries = step_retries
+        self._service = None if isinstance(moe, TableTier) else moe
         self._steps: SimulatedSteps | ServedSteps
         if isinstance(moe, TableTier):
             self._steps = SimulatedSteps(moe, clock, record, tier.config, time_scale)
@@ -86,19 +97,48 @@ class StepRunner:
     ) -> StepRecord:
         """Execute a step; its record lacks tokens and completions. began_s: when the generator began to schedule it.
 
-        Raises the last MegaMoeError when every try has failed, or the first one once stopped().
+        A try whose lease was lost counts as no try: the step is executed again under a new one, in a new plan, which is
+        always safe. Raises the last MegaMoeError when every try has failed, or the first one once stopped();
+        ServiceGoneError when a lost service does not come back.
         """
         record, clock = self._record, self._clock
         attention_s = self._tier.attention_s(step, self._attention, self._token_scale)
-        for attempt in range(1 + self._step_retries):
+        num_failed = num_renewals = 0
+        while True:
             try:
                 return await self._steps.execute(step, step_idx, attention_s, phase, began_s)
             except MegaMoeError as error:
                 sentence = f"{error.code}: {error}"
                 record.errors[sentence] = record.errors.get(sentence, 0) + 1
-                log.warning("step %d failed (try %d): %s", step_idx, attempt + 1, sentence)
-                if attempt == self._step_retries or stopped():
+                log.warning("step %d failed (try %d): %s", step_idx, num_failed + num_renewals + 1, sentence)
+                if stopped():
                     raise
+                if error.code in LOST and num_renewals < MAX_RENEWALS:
+                    await self._renew(error, stopped)
+                    num_renewals += 1
+                else:
+                    num_failed += 1
+                    if num_failed > self._step_retries:
+                        raise
                 record.num_retried_steps += 1
-                await clock.sleep_until(clock.now() + RETRY_PAUSE_S * (attempt + 1))
-        raise AssertionError("a step was not tried at all: this is a bug")
+                await clock.sleep_until(clock.now() + RETRY_PAUSE_S * max(num_failed, 1))
+
+    async def _renew(self, lost: MegaMoeError, stopped: Callable[[], bool]) -> None:
+        """Lease the service anew. Raises ServiceGoneError when it stays away, `lost` once stopped()."""
+        if self._service is None:
+            raise lost
+        renewing = asyncio.ensure_future(self._service.renew())
+        try:
+            while not renewing.done():
+                await asyncio.wait({renewing}, timeout=_STOP_POLL_S)
+                if stopped():
+                    raise lost
+            renewing.result()
+        except MegaMoeError as error:
+            if error is lost:
+                raise
+            raise ServiceGoneError(f"the service was lost ({lost}) and did not come back: {error}") from error
+        finally:
+            if not renewing.done():
+                renewing.cancel()
+                await asyncio.wait({renewing})

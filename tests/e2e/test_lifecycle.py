@@ -27,6 +27,7 @@ from tests.e2e.harness import (
     scrape,
     works,
 )
+from tests.e2e.test_loadgen import LoadGenerator
 
 COUNTS = [3, 0, 1, 0, 0, 2, 0, 4]
 
@@ -136,6 +137,23 @@ async def test_a_killed_rank_fails_callers_and_the_group_comes_back(breakable: S
         newest = await front.policy()
         await asyncio.sleep(0.5)  # a rank's answer is at most a health period old
         assert (await rank.info()).policy == newest
+
+
+def test_a_load_generator_outlives_a_restart(breakable: ServiceProcess, tmp_path: FilePath) -> None:
+    """It leases the new group and tries the step in flight again: no request fails, and the report tells of it."""
+    generator = LoadGenerator(breakable, tmp_path, "--duration", "14")
+    generator.wait_for("profile", 90)
+    os.kill(breakable.rank_pids[5], signal.SIGKILL)
+    status, report = generator.end(120)
+    assert status == 0, generator.text
+    assert report["requests"]["failed"] == 0
+    assert len(report["steps"]["service_restarts"]) == 1
+    assert report["steps"]["retried"] >= 1
+    assert report["service_steps_match"] is True
+    check = report["service_check"]
+    assert check["calls_before_restart"] + check["layer_calls"]["made"] == report["calls"]
+    assert min(check["calls_before_restart"], check["layer_calls"]["made"]) > 0
+    assert "the service's group restarted 1 time(s) in the run" in report["submission_invalid_reasons"]
 
 
 async def test_a_stopped_rank_is_not_ready_and_recovers(breakable: ServiceProcess) -> None:

@@ -43,9 +43,16 @@ class FakeTier:
         self.clock = clock
         self.layer_s = layer_s
         self.fail = fail
+        self.renew_error: MegaMoeError | None = None
+        self.num_renewals = 0
         self.steps: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
         self.calls: list[tuple[int, int]] = []
         self.bad_batches: list[str] = []
+
+    async def renew(self) -> None:
+        self.num_renewals += 1
+        if self.renew_error is not None:
+            raise self.renew_error
 
     @asynccontextmanager
     async def step(

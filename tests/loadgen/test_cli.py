@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import loadgen.cli as cli
+import loadgen.service_count as service_count
 from loadgen.live import LiveTier
 from loadgen.scrape import Counters
 from megamoe.errors import MegaMoeError, PeerTimeoutError, UnavailableError
@@ -64,8 +65,8 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RealTimeTier]:
             return Counters(len(tier.calls) + extra, counted)
 
         monkeypatch.setattr(LiveTier, "connect", connected)
-        monkeypatch.setattr(cli, "scrape", scrape)
-        monkeypatch.setattr(cli, "scrape_settled", settled)
+        monkeypatch.setattr(service_count, "scrape", scrape)
+        monkeypatch.setattr(service_count, "scrape_settled", settled)
         return tier
 
     return connect

@@ -76,7 +76,7 @@ def test_quantiles_interpolate_inside_their_bucket() -> None:
     assert math.isnan(Seen([1.0, math.inf], [0.0, 0.0]).quantile(0.5))
 
 
-def _run(seconds: list[float]) -> RunRecord:
+def run_of(seconds: list[float]) -> RunRecord:
     record = RunRecord()
     for value in seconds:
         piece = SubStepSeen(
@@ -90,7 +90,7 @@ def _run(seconds: list[float]) -> RunRecord:
     return record
 
 
-def _counted(
+def counted_by_service(
     seconds: list[float], calls: int | None = None, idle_rank: list[float] | None = None
 ) -> Counters:
     """What two ranks counted; idle_rank: what rank 1 observed instead."""
@@ -106,7 +106,7 @@ def _counted(
 
 def test_equal_counts_and_near_medians_match() -> None:
     seconds = [0.005] * 3 + [0.05] * 2
-    check = compare(_run(seconds), _counted(seconds))
+    check = compare(run_of(seconds), counted_by_service(seconds))
     assert check["match"] is True
     assert check["layer_calls"] == {"made": 5, "failed": 0, "counted": 5}
     assert check["paths"]["compact"]["buckets_apart"] == 0
@@ -116,13 +116,13 @@ def test_equal_counts_and_near_medians_match() -> None:
 @pytest.mark.parametrize(
     ("counted", "sentence"),
     [
-        (_counted([0.005] * 5, calls=6), "layer calls: 5 made, 6 counted"),
-        (_counted([0.005] * 4, calls=5), "compact: 5 sub-steps seen, 4 counted"),
-        (_counted([0.5] * 5), "lie 2 buckets apart"),
+        (counted_by_service([0.005] * 5, calls=6), "layer calls: 5 made, 6 counted"),
+        (counted_by_service([0.005] * 4, calls=5), "compact: 5 sub-steps seen, 4 counted"),
+        (counted_by_service([0.5] * 5), "lie 2 buckets apart"),
     ],
 )
 def test_a_difference_is_named(counted: Counters, sentence: str) -> None:
-    check = compare(_run([0.005] * 5), counted)
+    check = compare(run_of([0.005] * 5), counted)
     assert check["match"] is False
     assert sentence in "; ".join(check["reasons"])
 
@@ -142,18 +142,18 @@ def test_a_difference_is_named(counted: Counters, sentence: str) -> None:
 def test_times_of_ranks_that_were_not_called_may_lie_anywhere(
     replied: float, called_rank: float, idle_rank: list[float], match: bool
 ) -> None:
-    run = _run([replied] * 5)
+    run = run_of([replied] * 5)
     for times in run.times.values():
         del times.by_rank[1]
-    assert compare(run, _counted([called_rank] * 5, idle_rank=idle_rank))["match"] is match
+    assert compare(run, counted_by_service([called_rank] * 5, idle_rank=idle_rank))["match"] is match
 
 
 def test_after_a_failed_call_the_service_may_have_counted_more_but_not_less() -> None:
-    run = _run([0.005] * 5)
+    run = run_of([0.005] * 5)
     run.num_calls_failed = 1
-    assert compare(run, _counted([0.005] * 6))["match"] is True
-    assert compare(run, _counted([0.005] * 7))["match"] is False
-    assert compare(run, _counted([0.005] * 4))["match"] is False
+    assert compare(run, counted_by_service([0.005] * 6))["match"] is True
+    assert compare(run, counted_by_service([0.005] * 7))["match"] is False
+    assert compare(run, counted_by_service([0.005] * 4))["match"] is False
 
 
 def test_a_cut_call_is_shared_out_by_service_time() -> None:
@@ -169,7 +169,7 @@ def test_a_cut_call_is_shared_out_by_service_time() -> None:
 
 
 def test_counters_that_were_not_read_are_unknown_not_equal() -> None:
-    check = compare(_run([0.005]), None, "no page")
+    check = compare(run_of([0.005]), None, "no page")
     assert check == {"match": None, "reasons": ["no page"]}
 
 
