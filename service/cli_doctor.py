@@ -11,9 +11,9 @@ from importlib import metadata
 import psutil
 from rich.console import Console
 
-from megamoe import shm_free_bytes
-from service.cli_plan import _size, shm_bytes
+from service.cli_plan import _size
 from service.config import ServiceConfig
+from service.memory import shm_bytes, shm_left_bytes
 
 _PACKAGES = ("torch", "grpcio", "protobuf", "prometheus-client", "safetensors")
 
@@ -52,7 +52,7 @@ def _machine() -> Finding:
 
 
 def _shared_memory(config: ServiceConfig) -> Finding:
-    need, free = sum(shm_bytes(config).values()), shm_free_bytes()
+    need, free = sum(shm_bytes(config).values()), shm_left_bytes()
     return Finding(need <= free, f"/dev/shm: {_size(need)} needed, {_size(free)} free (Docker: --shm-size)")
 
 

@@ -5,17 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megamoe import Path, PathPolicy, plan_layout, shm_free_bytes
+from megamoe import Path, PathPolicy, plan_layout
 from service.config import MIB, ServiceConfig
-from service.rank_rings import ring_specs
-
-
-def shm_bytes(config: ServiceConfig) -> dict[str, int]:
-    """Bytes of /dev/shm by purpose, all ranks together."""
-    num_ranks = config.moe_shape.num_ranks
-    heap = plan_layout(config.bundle).num_bytes_all_ranks
-    rings = num_ranks * sum(spec.num_bytes for spec in ring_specs(config))
-    return {"heaps": heap, "request rings": rings}
+from service.memory import shm_bytes, shm_left_bytes
 
 
 def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
@@ -63,7 +55,7 @@ def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
         f"{_size(layout.max_scratch_bytes())}",
         highlight=False,
     )
-    free, total = shm_free_bytes(), sum(needs.values())
+    free, total = shm_left_bytes(), sum(needs.values())
     parts = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in needs.items())
     fits = total <= free
     verdict = "it fits" if fits else "it does NOT fit (Docker: --shm-size; or lower max_tokens_per_rank)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import subprocess
 import sys
@@ -23,6 +24,10 @@ from service.config import inherited_environment
 from service.info import Addresses
 from service.launcher import RankSpec, RankUp, rank_environment, refuse_many_hosts
 
+log = logging.getLogger("megamoe.launcher")
+
+_KILL_TIMEOUT_S = 60.0
+"""How long a killed process may take to be gone: the kernel gives back gigabytes of memory first."""
 _Event = tuple[int, dict[str, Any] | None]
 
 
@@ -113,11 +118,15 @@ class LocalLauncher:
                 child.stdin.close()
         deadline = time.monotonic() + timeout_s
         for child in children:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(deadline - time.monotonic(), 0.0))
+        for child in children:
+            child.kill()  # does nothing to who has ended
+        for child in children:
+            try:
+                child.wait(_KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait(10.0)
+                log.error("rank process %d is killed and does not end: it hangs in the kernel", child.pid)
 
     def close(self) -> None:
         self.stop(timeout_s=0.0)

@@ -217,14 +217,16 @@ class RankProcess:
                 max_receive_bytes=config.message_bytes,
                 max_send_bytes=config.message_bytes,
             )
-            port = listen(server, config.host, config.rank_port and config.rank_port + rank, "rank_port")
-            await health.set(False)
-            await server.start()
-            metrics_port = metrics.serve(config.host, config.metrics_port and config.metrics_port + rank)
-            up.set_result((port, metrics_port))
-            await self._keep_health(health, board, ring, step_loop, metrics, stopping)
-            await server.stop(1.0)
-            await ring.close()
+            try:
+                port = listen(server, config.host, config.rank_port and config.rank_port + rank, "rank_port")
+                await health.set(False)
+                await server.start()
+                metrics_port = metrics.serve(config.host, config.metrics_port and config.metrics_port + rank)
+                up.set_result((port, metrics_port))
+                await self._keep_health(health, board, ring, step_loop, metrics, stopping)
+            finally:
+                await server.stop(1.0)
+                await ring.close()
 
     async def _keep_health(
         self,

@@ -25,6 +25,7 @@ from service.front import Front
 from service.front_group import FrontGroup
 from service.info import Addresses, State
 from service.launcher import Launcher, RankSpec, RankUp, open_launcher
+from service.memory import check_fits
 from service.messages import ErrorReply
 from service.rank_rings import FRONT_RING
 from service.ring import RingProducer
@@ -137,6 +138,7 @@ class Supervisor:
 
     async def _start_group(self, launcher: Launcher) -> list[RankUp]:
         config, state = self.config, self.state
+        check_fits(config)
         state.group_name = group_name = f"{self._name}-{state.generation}"
         num_ranks = config.moe_shape.num_ranks
         num_warm_up = len(warmup.warm_up_steps(config.bundle, PathPolicy.of(config.deployment)))

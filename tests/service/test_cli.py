@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from megamoe import plan_layout
 from service.cli import app
 from service.cli_doctor import findings
-from service.cli_plan import shm_bytes
 from service.config import ServiceConfig, load_config
+from service.memory import shm_bytes
 
 runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
 
