@@ -17,7 +17,7 @@ from service.grpc_server import LAYER_SERVICE
 from service.messages import IntentRequest
 from service.pb import moe_pb2 as pb
 from service.ring_codec import LayerHead
-from tests.service.served_rank import CONFIG, STEP_TIMEOUT_S, ServedRank, layer_call
+from tests.service.served_rank import STEP_TIMEOUT_S, ServedRank, layer_call
 
 LEASE = pb.ForwardRequest(lease=pb.Lease(holder="me"))
 
@@ -61,10 +61,15 @@ async def test_a_silent_stream_is_ended(served: ServedRank) -> None:
 async def test_who_does_not_read_replies_keeps_nobody_else_waiting(served: ServedRank) -> None:
     async with raw_stream(served) as deaf:
         flooding = asyncio.create_task(flood(deaf, LEASE.SerializeToString()))
-        await until(lambda: len(served.rank.seen) > 10 * CONFIG.ring_slots)
+        seen = 0
+        while len(served.rank.seen) > seen or not seen:  # until the connection is full of replies
+            seen = len(served.rank.seen)
+            await asyncio.sleep(0.3)
         stream = served.stream()
+        start = time.monotonic()
         for _ in range(5):
             await stream.request(LEASE, timeout_s=5)
+        assert time.monotonic() - start < STEP_TIMEOUT_S / 2, "not only once the deaf one is thrown out"
         await stream.close()
         flooding.cancel()
 
