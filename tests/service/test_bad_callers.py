@@ -24,8 +24,12 @@ LEASE = pb.ForwardRequest(lease=pb.Lease(holder="me"))
 
 @contextlib.asynccontextmanager
 async def raw_stream(served: ServedRank) -> AsyncIterator[Any]:
-    """A stream that reads only what the test reads, on a connection of its own."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
+    """A stream that reads only what the test reads, on a connection of its own that holds little unread."""
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.http2.lookahead_bytes", 4096),
+        ("grpc.http2.bdp_probe", 0),
+    ]
     async with grpc.aio.insecure_channel(served.address, options=options) as channel:
         open_stream: Any = channel.stream_stream(f"/{LAYER_SERVICE}/Forward")
         call = open_stream()
