@@ -40,13 +40,23 @@ def run_op(
     *,
     lds_bytes: int = 0,
     scratch_bytes: int = 0,
+    out_row: int = 40,
 ) -> np.ndarray:
-    """Run `body` on one wave. inputs: uint32 [64] rows loaded into v10, v11, ...; returns rows v40, v41, ... [num_out, 64]."""
+    """Run `body` on one wave. inputs: uint32 [64] rows loaded into v10, v11, ...; returns rows v40, v41, ... [num_out, 64].
+
+    out_row: number of the first result register, for bodies with more than 30 inputs.
+    """
     lines = ["s_load_dwordx4 s[4:7], s[0:1], 0x0", "v_lshlrev_b32_e32 v1, 2, v0", "s_waitcnt lgkmcnt(0)"]
-    lines += [f"global_load_dword v{10 + k}, v1, s[4:5] offset:{256 * k}" for k in range(len(inputs))]
-    lines += [f"v_mov_b32_e32 v{40 + k}, 0" for k in range(num_out)]
+    for k in range(len(inputs)):
+        if k % 16 == 0:  # offsets have thirteen bits
+            lines.append(f"v_add_u32_e32 v9, {4096 * (k // 16):#x}, v1")
+        lines.append(f"global_load_dword v{10 + k}, v9, s[4:5] offset:{256 * (k % 16)}")
+    lines += [f"v_mov_b32_e32 v{out_row + k}, 0" for k in range(num_out)]
     lines += ["s_waitcnt vmcnt(0)", body, "s_waitcnt vmcnt(0) lgkmcnt(0)", "s_mov_b64 exec, -1"]
-    lines += [f"global_store_dword v1, v{40 + k}, s[6:7] offset:{256 * k}" for k in range(num_out)]
+    for k in range(num_out):
+        if k % 16 == 0:
+            lines.append(f"v_add_u32_e32 v9, {4096 * (k // 16):#x}, v1")
+        lines.append(f"global_store_dword v9, v{out_row + k}, s[6:7] offset:{256 * (k % 16)}")
     kernel = kernel_of("\n".join(lines), lds_bytes=lds_bytes, scratch_bytes=scratch_bytes)
     device = group.devices[0]
     source = device.upload(

@@ -34,7 +34,10 @@ def _scalar_words() -> list[bytes]:
         _words(0x17D << 23 | (20 if r.widths[0] else 0) << 16 | op << 8 | (30 if r.widths[1] else 0))
         for op, r in scalar.SOP1.items()
     ]
-    out += [_words(0x17E << 23 | op << 16 | 40 << 8 | 30) for op in scalar.SOPC]
+    out += [
+        _words(0x17E << 23 | op << 16 | (9 if "gpr_idx" in row.mnemonic else 40) << 8 | 30)
+        for op, row in scalar.SOPC.items()
+    ]
     out += [
         _words(0x30 << 26 | op << 18 | 1 << 17 | 20 << 6 | 4, 0x1234)
         for op, r in scalar.SMEM.items()
@@ -111,7 +114,7 @@ def _memory_words() -> list[bytes]:
                 )
             )
     for op, r in memory.MUBUF.items():
-        if r.widths != (0, 0) and "format" not in r.mnemonic:
+        if r.widths != (0, 0):
             out.append(
                 _words(
                     0x38 << 26
@@ -122,6 +125,14 @@ def _memory_words() -> list[bytes]:
                     30 | 20 << 8 | 1 << 16 | 0x80 << 24,
                 )
             )
+    for op, r in memory.MTBUF.items():
+        # Offset by a register, 32 bits as float, both cache bits.
+        out.append(
+            _words(
+                0x3A << 26 | 7 << 23 | 4 << 19 | op << 15 | 1 << 14 | 1 << 12 | 16,
+                30 | 20 << 8 | 1 << 16 | 1 << 21 | 0x80 << 24,
+            )
+        )
     return out
 
 

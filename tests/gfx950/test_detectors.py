@@ -283,12 +283,12 @@ def test_memory_of_another_rank_is_private_unless_symmetric() -> None:
 
 
 def test_an_instruction_that_is_not_executed_is_named() -> None:
-    kernel = kernel_of("v_cvt_sr_fp8_f32 v1, v2, v3")
+    kernel = kernel_of("v_cubeid_f32 v1, v2, v3, v4")
     with DeviceGroup(DeviceConfig()) as group:
         group.devices[0].default_stream.launch(kernel, (1,), (64,), [0, 0])
         with pytest.raises(
             UnimplementedInstructionError,
-            match=r"kernel, workgroup 0, wave 0, at \+0x0 .*v_cvt_sr_fp8_f32 is not implemented",
+            match=r"kernel, workgroup 0, wave 0, at \+0x0 .*v_cubeid_f32 is not implemented",
         ):
             group.synchronize()
 

@@ -75,7 +75,7 @@ SGPR_BASE = 1024
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 _FROM_MODS = set(_U8) - {"nsrc", "size", "bytes"}
 _F32, _F16, _F64 = 1, 2, 3
-_READS_DST = ("fmac", "v_mac", "dot2c", "dot4c", "dot8c", "fma_mixlo", "fma_mixhi", "v_writelane")
+_READS_DST = ("fmac", "smfmac", "v_mac", "dot2c", "dot4c", "dot8c", "fma_mixlo", "fma_mixhi", "v_writelane")
 _HANDLES_CLAMP = (
     "v_pk_", "v_fma_mix", "v_add_i32", "v_sub_i32", "v_add_i16", "v_sub_i16", "v_add_u32", "v_sub_u32", "v_subrev_u32",
     "v_add_u16", "v_sub_u16", "v_subrev_u16",
@@ -219,7 +219,7 @@ class _Lowering:
             row[key] = mods[key]
         row["dpp"], row["simm"] = mods.get("dpp", 0), mods.get("simm", 0)
         row["imm"], row["imm1"] = mods.get("offset", 0), mods.get("offset1", 0)
-        row["scope"] = _scope(one) if one.encoding in ("FLAT", "MUBUF") else 0
+        row["scope"] = _scope(one) if one.encoding in ("FLAT", "MUBUF", "MTBUF") else 0
         row["bytes"] = min(4 * one.dst.width, 255) if one.encoding == "SMEM" else 0
         row["result_type"] = _result_type(name)
         # Results of these come in the order of issue, so that a register may be the target of two of them at once.
@@ -227,6 +227,7 @@ class _Lowering:
             name.startswith(("global_load_", "buffer_load_")) and "lds" not in name and not mods.get("lds")
         )
         row["in_order"] = 1 if plain_load else 2 if name.startswith("ds_read") else 0
+        row["klass"] = one.encoding.startswith("VOP")
         self.put(row["dst"], one.dst, one)
         self.put(row["sdst"], one.sdst, one)
         for k, operand in enumerate(one.srcs):

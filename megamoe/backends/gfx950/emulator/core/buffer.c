@@ -143,7 +143,7 @@ static void format_load(Wave *w, const Inst *i, int want, int d16, int typed) {
   x.partial = 0;
   if (!checked(w, i, &x, bytes, 0)) return;
   FOR_ACTIVE(l, all) {
-    u32 part[8] = {0, f.number == N_UINT || f.number == N_SINT ? 1 : as_u(1.0f)};
+    u32 one = f.number == N_UINT || f.number == N_SINT ? 1 : as_u(1.0f), part[8] = {0, one, 0, 0, 0, 0, 0, one}; /* absent components are 0 0 0 1 */
     for (int k = 0; k < f.count && x.exec >> l & 1; k++) part[4 + k] = from_memory(raw(x.addr[l] + (u64)(each * k), each), &f);
     for (int k = 0; k < want; k++) {
       u32 sel = typed ? 4 + (u32)k : f.select >> 3 * k & 7, p = x.exec >> l & 1 ? part[sel] : 0;

@@ -32,18 +32,20 @@ static int in_order(const Wave *w, const WaveCheck *c, const Inst *i, const Rang
     if (c->wait_bits[x >> 6] >> (x & 63) & 1 && w->launch->prog[c->wait_inst[x]].in_order != i->in_order) return 0;
   return i->in_order;
 }
-void check_registers(Wave *w, const Inst *i) {
+/* `ranges` has the registers of `i`, moved where register indexing is on. */
+void check_moved(Wave *w, const Inst *i, const Inst *ranges) {
   WaveCheck *c = w->chk;
   if (!c->num_wait_bits) return;
-  for (int k = 0; k < i->nreads + i->nwrites; k++) {
-    const Range *r = k < i->nreads ? &i->reads[k] : &i->writes[k - i->nreads];
+  for (int k = 0; k < ranges->nreads + ranges->nwrites; k++) {
+    const Range *r = k < ranges->nreads ? &ranges->reads[k] : &ranges->writes[k - ranges->nreads];
     u32 which;
     if (!any_bit(c->wait_bits, r->first, r->count, &which)) continue;
-    if (k >= i->nreads && in_order(w, c, i, r)) { c->overlaid = 1; continue; }
+    if (k >= ranges->nreads && in_order(w, c, i, r)) { c->overlaid = 1; continue; }
     if (w->machine->detect & DETECT_WAITS) add_finding(w, i, FOUND_REGISTER, which, w->launch->id, w->group->flat_id, w->idx, c->wait_inst[which], 0);
     c->wait_bits[which >> 6] &= ~((u64)1 << (which & 63)); /* once */
   }
 }
+void check_registers(Wave *w, const Inst *i) { check_moved(w, i, i); }
 static void clear_bits(WaveCheck *c, const Pending *p) {
   if (c->overlaid) { /* a later load may have taken a register over */
     for (int k = 0; k < p->num_writes; k++)

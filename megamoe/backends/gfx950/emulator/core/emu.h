@@ -65,7 +65,7 @@ struct Wave {
   u32 s[NUM_SGPRS + 8];
   u32 mask[LANES] __attribute__((aligned(64)));
   u64 mask_exec;
-  u32 scc, mode, state, id, idx, num_rows, tmp_row, sleeping;
+  u32 scc, mode, state, indexed, id, idx, num_rows, tmp_row, sleeping;
   u64 pc, executed, polls, poll_change, parked_change, poll_addr, poll_value, poll_pc;
   struct { u64 addr, value, pc; } seen[32]; /* recent loads: an equal one again is a poll */
   u8 *scratch;
@@ -208,7 +208,6 @@ float bf8_to_f(u32 x);
 float fp4_to_f(u32 x);
 float fp6_to_f(u32 x);
 float bf6_to_f(u32 x);
-u32 small_float_of(double x, int exponent_bits, int mantissa_bits, int bias, double max, int saturate);
 
 /* Memory (memory.c). Addresses of active lanes are checked before the access. */
 Alloc *find_alloc(Machine *m, u64 address);
@@ -222,6 +221,7 @@ void *scratch_at(Wave *w, const Inst *i, u32 offset, int lane, int bytes);
 
 /* Detectors (check.c, race.c): called only when w->chk is set. */
 void check_registers(Wave *w, const Inst *i);
+void check_moved(Wave *w, const Inst *i, const Inst *moved);
 void check_issue(Wave *w, const Inst *i, int counters, int is_store);
 void check_wait(Wave *w, u32 simm);
 void check_lds(Wave *w, const Inst *i, const u32 *address, u64 exec, int bytes, int write, int dma);
@@ -244,4 +244,5 @@ static inline void race_leave(Wave *w) { if (w->machine->shared && w->chk) pthre
 typedef struct { const char *name; Handler fn; } OpEntry;
 #define ENTRY(name, ...) {#name, op_##name},
 void exec_modified(Wave *w, const Inst *i);
+void exec_indexed(Wave *w, const Inst *i);
 void op_unimplemented(Wave *w, const Inst *i);

@@ -4,8 +4,8 @@
  * when all launches are done, when the budget is used up, on a fault, or when every wave waits for another. */
 #include "valu.h"
 
-extern const OpEntry scalar_ops[], valu_int_ops[], valu_float_ops[], valu_cmp_ops[], valu_half_ops[], valu_small_ops[], modifier_ops[], mfma_ops[], vmem_ops[], buffer_ops[], atomic_ops[], ds_ops[];
-static const OpEntry *const FAMILIES[] = {scalar_ops, valu_int_ops, valu_float_ops, valu_cmp_ops, valu_half_ops, valu_small_ops, modifier_ops, mfma_ops, vmem_ops, buffer_ops, atomic_ops, ds_ops, 0};
+extern const OpEntry scalar_ops[], valu_int_ops[], valu_float_ops[], valu_cmp_ops[], valu_half_ops[], valu_small_ops[], valu_scaled_ops[], modifier_ops[], mfma_ops[], vmem_ops[], buffer_ops[], atomic_ops[], ds_ops[];
+static const OpEntry *const FAMILIES[] = {scalar_ops, valu_int_ops, valu_float_ops, valu_cmp_ops, valu_half_ops, valu_small_ops, valu_scaled_ops, modifier_ops, mfma_ops, vmem_ops, buffer_ops, atomic_ops, ds_ops, 0};
 
 enum { DONE, BUDGET, QUIET, FAULTED };
 enum { POLLS_TO_BE_QUIET = 64, UNITS_PER_CU = 32 };
@@ -273,8 +273,11 @@ static void run_slice(Wave *w, u64 slice) {
     const Inst *i = &prog[pc];
     counts[pc]++;
     n++;
-    if (w->chk) check_registers(w, i);
-    CALL(i, w);
+    if (w->indexed && i->klass) exec_indexed(w, i);
+    else {
+      if (w->chk) check_registers(w, i);
+      CALL(i, w);
+    }
     if (w->state != ST_RUN) break;
   }
   denormals_back(old);

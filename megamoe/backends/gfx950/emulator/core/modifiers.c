@@ -106,6 +106,30 @@ void exec_modified(Wave *w, const Inst *i) {
   if (!(i->dst.kind == K_NONE && exec_of(w) != run)) set_pair(&w->s[SG_EXEC], e); /* cmpx keeps its new EXEC */
 }
 
+/* While indexing is on, vector instructions move the register numbers of the chosen operands by M0. */
+static int move_register(Wave *w, const Inst *i, Operand *o) {
+  o->idx = (u16)(o->idx + (w->s[SG_M0] & 255));
+  if (o->idx + o->width <= w->num_rows) return 1;
+  fault(w, i, FAULT_MEMORY, o->idx, -1, "indexed vector register v%u is outside of the wave's %u", o->idx, w->num_rows);
+  return 0;
+}
+void exec_indexed(Wave *w, const Inst *i) {
+  Inst t = *i;
+  u32 positions = w->s[SG_M0] >> 12;
+  t.nreads = t.nwrites = 0;
+  for (int k = 0; k < i->nsrc && k < 3; k++) {
+    if (i->src[k].kind != K_VGPR) continue;
+    if (positions >> k & 1 && !move_register(w, i, &t.src[k])) return;
+    t.reads[t.nreads++] = (Range){t.src[k].idx, t.src[k].width};
+  }
+  if (i->dst.kind == K_VGPR) {
+    if (positions >> 3 & 1 && !move_register(w, i, &t.dst)) return;
+    t.writes[t.nwrites++] = (Range){t.dst.idx, t.dst.width};
+  }
+  if (w->chk) check_moved(w, i, &t);
+  CALL(&t, w);
+}
+
 static int first_lane(const Wave *w) { u64 e = exec_of(w); return e ? __builtin_ctzll(e) : 0; }
 static void op_v_readfirstlane_b32(Wave *w, const Inst *i) {
   w->s[i->dst.idx] = i->src[0].kind == K_VGPR ? w->v[i->src[0].idx][first_lane(w)] : sread(w, &i->src[0]);

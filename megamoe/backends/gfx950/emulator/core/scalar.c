@@ -190,6 +190,22 @@ static void op_s_swappc_b64(Wave *w, const Inst *i) {
 }
 static void op_s_call_b64(Wave *w, const Inst *i) { put64(w, i, i->offset + i->size); w->pc = i->target; }
 
+/* Register indexing: M0 has the distance in bits 7:0 and, for vector registers, the operand positions in bits 15:12. */
+static void indexed_move(Wave *w, const Inst *i, u32 from, u32 to, int words) {
+  if (from + (u32)words > SG_VCC || to + (u32)words > SG_VCC) { fault(w, i, FAULT_MEMORY, from > to ? from : to, -1, "indexed scalar register s%u is out of range", from > to ? from : to); return; }
+  for (int k = 0; k < words; k++) w->s[to + k] = w->s[from + k];
+}
+#define MOVREL_LIST(X) X(s_movrels_b32, 1, 1, 0) X(s_movrels_b64, 2, 1, 0) X(s_movreld_b32, 1, 0, 1) X(s_movreld_b64, 2, 0, 1)
+#define DEF_MOVREL(name, words, source, target) static void op_##name(Wave *w, const Inst *i) { \
+  if (i->src[0].kind != K_SGPR) { fault(w, i, FAULT_UNIMPLEMENTED, 0, -1, #name " of a constant"); return; } \
+  indexed_move(w, i, i->src[0].idx + (source ? w->s[SG_M0] : 0), i->dst.idx + (target ? w->s[SG_M0] : 0), words); }
+MOVREL_LIST(DEF_MOVREL)
+static void set_index(Wave *w, u32 distance, u32 positions) { w->s[SG_M0] = (w->s[SG_M0] & 0xffff0f00u) | (distance & 255) | positions << 12; }
+static void op_s_set_gpr_idx_on(Wave *w, const Inst *i) { set_index(w, sread(w, &i->src[0]), i->simm); w->indexed = 1; }
+static void op_s_set_gpr_idx_idx(Wave *w, const Inst *i) { set_index(w, sread(w, &i->src[0]), w->s[SG_M0] >> 12 & 15); }
+static void op_s_set_gpr_idx_mode(Wave *w, const Inst *i) { set_index(w, w->s[SG_M0], i->simm & 15); }
+static void op_s_set_gpr_idx_off(Wave *w, const Inst *i) { (void)i; w->indexed = 0; }
+
 static void op_s_nop(Wave *w, const Inst *i) { (void)w; (void)i; }
 #define op_s_setprio op_s_nop
 #define op_s_icache_inv op_s_nop
@@ -265,4 +281,5 @@ const OpEntry scalar_ops[] = {
   ENTRY(s_swappc_b64) ENTRY(s_call_b64) ENTRY(s_nop) {"s_setprio", op_s_nop}, {"s_icache_inv", op_s_nop}, {"s_dcache_inv", op_s_nop},
   {"s_dcache_wb", op_s_nop}, {"s_sethalt", op_s_nop}, {"s_wakeup", op_s_nop}, {"s_ttracedata", op_s_nop}, {"s_incperflevel", op_s_nop},
   {"s_decperflevel", op_s_nop}, ENTRY(s_waitcnt) ENTRY(s_sleep) ENTRY(s_barrier) ENTRY(s_endpgm) ENTRY(s_trap) ENTRY(s_sendmsg)
-  ENTRY(s_memtime) {"s_memrealtime", op_s_memtime}, {0, 0}};
+  {"s_dcache_inv_vol", op_s_nop}, {"s_dcache_wb_vol", op_s_nop}, {"s_endpgm_saved", op_s_endpgm}, MOVREL_LIST(ENTRY)
+  ENTRY(s_set_gpr_idx_on) ENTRY(s_set_gpr_idx_idx) ENTRY(s_set_gpr_idx_mode) ENTRY(s_set_gpr_idx_off) ENTRY(s_memtime) {"s_memrealtime", op_s_memtime}, {0, 0}};

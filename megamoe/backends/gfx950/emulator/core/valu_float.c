@@ -60,7 +60,7 @@ static void op_v_ldexp_f32(Wave *w, const Inst *i) {
 
 #define THREE_LIST(X) \
   X(v_fma_f32, f, as_u(fmaf(fa, fb, fc))) X(v_fmamk_f32, f, as_u(fmaf(fa, fb, fc))) X(v_fmaak_f32, f, as_u(fmaf(fa, fb, fc))) \
-  X(v_mad_f32, f, as_u(fa * fb + fc)) X(v_min3_f32, f, fmin_bits(fmin_bits(a, b), c)) X(v_max3_f32, f, fmax_bits(fmax_bits(a, b), c)) \
+  X(v_min3_f32, f, fmin_bits(fmin_bits(a, b), c)) X(v_max3_f32, f, fmax_bits(fmax_bits(a, b), c)) \
   X(v_med3_f32, f, fmed(a, b, c)) X(v_minimum3_f32, f, nan_or(a, b, c, fmin_bits(fmin_bits(a, b), c))) \
   X(v_maximum3_f32, f, nan_or(a, b, c, fmax_bits(fmax_bits(a, b), c))) \
   X(v_cvt_pk_u8_f32, i, pack_u8(as_f(a), b, c))
@@ -125,6 +125,25 @@ static inline u32 d_exp(double f) { int e; if (f == 0 || f != f || f - f != 0) r
   for (int l = 0; l < LANES; l++) { double a = as_d(x.a[l]); STORE(e); } denormals_back(old); }
 FROM64_LIST(DEF_FROM64)
 
+/* Segments of 2/pi for the reduction of large angles: 53 bits from bit 53 * (src1 & 31) on, farther for large exponents. */
+static const u32 TWO_OVER_PI[38] = {0xa2f9836e, 0x4e441529, 0xfc2757d1, 0xf534ddc0, 0xdb629599, 0x3c439041, 0xfe5163ab, 0xdebbc561, 0xb7246e3a, 0x424dd2e0,
+  0x06492eea, 0x09d1921c, 0xfe1deb1c, 0xb129a73e, 0xe88235f5, 0x2ebb4484, 0xe99c7026, 0xb45f7e41, 0x3991d639, 0x835339f4,
+  0x9c845f8b, 0xbdf9283b, 0x1ff897ff, 0xde05980f, 0xef2f118b, 0x5a0a6d1f, 0x6d367ecf, 0x27cb09b7, 0x4f463f66, 0x9e5fea2d,
+  0x7527bac7, 0xebe5f17b, 0x3d0739f7, 0x8a5292ea, 0x6bfb5fb1, 0x1f8d5d08, 0x56033046, 0xfc7b6bab};
+static void op_v_trig_preop_f64(Wave *w, const Inst *i) {
+  Wide x;
+  u32 t[LANES];
+  wide_source(w, i, 0, x.a, 1);
+  const u32 *segment = source_row(w, i, 1, 0, t, 0);
+  for (int l = 0; l < LANES; l++) {
+    int exponent = (int)(x.a[l] >> 52 & 2047), shift = 53 * (int)(segment[l] & 31) + (exponent > 1077 ? exponent - 1077 : 0);
+    u64 bits = 0;
+    for (int k = shift; k < shift + 53; k++) bits = bits << 1 | (k < 1201 ? TWO_OVER_PI[k / 32] >> (31 - k % 32) & 1 : 0);
+    x.r[l] = as_q(ldexp((double)bits, -53 - shift + (exponent >= 1968 ? 128 : 0)));
+  }
+  wide_result(w, i, x.r);
+}
+
 const OpEntry valu_float_ops[] = {
   ONE_LIST(ENTRY) TWO_LIST(ENTRY) THREE_LIST(ENTRY) FIX_LIST(ENTRY) DOUBLE_LIST(ENTRY) TO64_LIST(ENTRY) FROM64_LIST(ENTRY)
-  ENTRY(v_ldexp_f32) ENTRY(v_div_scale_f32) ENTRY(v_div_scale_f64) ENTRY(v_fmac_f64) {0, 0}};
+  ENTRY(v_ldexp_f32) ENTRY(v_div_scale_f32) ENTRY(v_div_scale_f64) ENTRY(v_fmac_f64) ENTRY(v_trig_preop_f64) {0, 0}};

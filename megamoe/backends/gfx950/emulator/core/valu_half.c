@@ -24,8 +24,9 @@ static inline float hround(double x) { return half_to_f(f_to_half((float)x)); }
 
 #define HALF_LIST(X) \
   X(v_add_f16, 2, 0, a + b) X(v_sub_f16, 2, 0, a - b) X(v_subrev_f16, 2, 0, b - a) X(v_mul_f16, 2, 0, a * b) X(v_max_f16, 2, 0, hmax(a, b)) \
-  X(v_min_f16, 2, 0, hmin(a, b)) X(v_fma_f16, 3, 1, (float)((double)a * b + c)) X(v_mad_f16, 3, 1, hround((double)a * b) + c) \
-  X(v_div_fixup_f16, 3, 1, c / b) X(v_min3_f16, 3, 0, hmin(hmin(a, b), c)) X(v_max3_f16, 3, 0, hmax(hmax(a, b), c)) X(v_med3_f16, 3, 0, hmed(a, b, c)) \
+  X(v_min_f16, 2, 0, hmin(a, b)) X(v_fma_f16, 3, 1, (float)((double)a * b + c)) X(v_mad_f16, 3, 1, hround((double)a * b) + c) X(v_mad_legacy_f16, 3, 0, hround((double)a * b) + c) X(v_fma_legacy_f16, 3, 0, (float)((double)a * b + c)) \
+  X(v_madmk_f16, 3, 0, hround((double)a * b) + c) X(v_madak_f16, 3, 0, hround((double)a * b) + c) \
+  X(v_div_fixup_f16, 3, 1, c / b) X(v_div_fixup_legacy_f16, 3, 0, c / b) X(v_min3_f16, 3, 0, hmin(hmin(a, b), c)) X(v_max3_f16, 3, 0, hmax(hmax(a, b), c)) X(v_med3_f16, 3, 0, hmed(a, b, c)) \
   X(v_rcp_f16, 1, 0, 1.0f / a) X(v_sqrt_f16, 1, 0, sqrtf(a)) X(v_rsq_f16, 1, 0, 1.0f / sqrtf(a)) X(v_log_f16, 1, 0, log2f(a)) X(v_exp_f16, 1, 0, exp2f(a)) \
   X(v_floor_f16, 1, 0, floorf(a)) X(v_ceil_f16, 1, 0, ceilf(a)) X(v_trunc_f16, 1, 0, truncf(a)) X(v_rndne_f16, 1, 0, rintf(a)) \
   X(v_fract_f16, 1, 0, a - floorf(a)) X(v_frexp_mant_f16, 1, 0, hmant(a)) X(v_sin_f16, 1, 0, sinf(6.2831853f * a)) X(v_cos_f16, 1, 0, cosf(6.2831853f * a))
@@ -104,6 +105,18 @@ PK_INT_LIST(PACKED)
   X(v_pk_minimum3_f16, 3, HA != HA || HB != HB || HC != HC ? 0x7e00u : f_to_half(hmin(hmin(HA, HB), HC))) \
   X(v_pk_maximum3_f16, 3, HA != HA || HB != HB || HC != HC ? 0x7e00u : f_to_half(hmax(hmax(HA, HB), HC)))
 PK_HALF_LIST(PACKED)
+static void op_v_pk_fmac_f16(Wave *w, const Inst *i) {
+  BEGIN2(i)
+  FOR_LANES STORE(f_to_half((float)((double)half_to_f(A[l] & 0xffff) * half_to_f(B[l] & 0xffff) + half_to_f(D[l] & 0xffff)))
+    | f_to_half((float)((double)half_to_f(A[l] >> 16) * half_to_f(B[l] >> 16) + half_to_f(D[l] >> 16))) << 16);
+}
+/* Halves as normalized integers; each source may pick its high half. */
+static inline u32 norm_signed(float f) { return f != f ? 0 : (u32)(i32)rintf(fminf(fmaxf(f, -1), 1) * 32767) & 0xffff; }
+static inline u32 norm_unsigned(float f) { return f != f ? 0 : (u32)rintf(fminf(fmaxf(f, 0), 1) * 65535); }
+#define NORM_LIST(X) X(v_cvt_norm_i16_f16, 1, norm_signed) X(v_cvt_norm_u16_f16, 1, norm_unsigned) X(v_cvt_pknorm_i16_f16, 2, norm_signed) X(v_cvt_pknorm_u16_f16, 2, norm_unsigned)
+#define DEF_NORM(name, n, norm) static void op_##name(Wave *w, const Inst *i) { float a[LANES], b[LANES]; u32 r[LANES]; half_source(w, i, 0, a); if (n > 1) half_source(w, i, 1, b); \
+  for (int l = 0; l < LANES; l++) r[l] = norm(a[l]) | (n > 1 ? norm(b[l]) << 16 : 0); merge_row(w, w->v[i->dst.idx], r); }
+NORM_LIST(DEF_NORM)
 
 /* Packed single: each result picks a dword of each pair; a constant stands for both. */
 static inline const u32 *pair_source(Wave *w, const Inst *i, int k, int high, u32 *t) {
@@ -163,4 +176,4 @@ DOTC_LIST(DEF_V2)
 
 const OpEntry valu_half_ops[] = {
   HALF_LIST(ENTRY) FROM_HALF_LIST(ENTRY) TO_HALF_LIST(ENTRY) PK_INT_LIST(ENTRY) PK_HALF_LIST(ENTRY) PK_SINGLE_LIST(ENTRY) MIX_LIST(ENTRY)
-  DOT_LIST(ENTRY) DOTC_LIST(ENTRY) ENTRY(v_mac_f16) ENTRY(v_ldexp_f16) ENTRY(v_cvt_f32_bf16) ENTRY(v_pack_b32_f16) ENTRY(v_pk_mov_b32) {0, 0}};
+  DOT_LIST(ENTRY) DOTC_LIST(ENTRY) NORM_LIST(ENTRY) ENTRY(v_pk_fmac_f16) ENTRY(v_mac_f16) ENTRY(v_ldexp_f16) ENTRY(v_cvt_f32_bf16) ENTRY(v_pack_b32_f16) ENTRY(v_pk_mov_b32) {0, 0}};

@@ -76,6 +76,10 @@ static inline u32 bitop(u32 t, u32 a, u32 b, u32 c) {
     if (t >> k & 1) r |= (k & 4 ? a : ~a) & (k & 2 ? b : ~b) & (k & 1 ? c : ~c);
   return r;
 }
+static inline u32 msad(u32 a, u32 b, u32 c) { /* bytes that are zero in the reference do not count */
+  for (int k = 0; k < 32; k += 8) if (b >> k & 255) { i32 d = (i32)(a >> k & 255) - (i32)(b >> k & 255); c += (u32)(d < 0 ? -d : d); }
+  return c;
+}
 #define L16(x) ((x) & 0xffff)
 #define KEEP16(x) (((x) & 0xffff) | (D[l] & 0xffff0000))
 #define THREE_LIST(X) \
@@ -94,7 +98,7 @@ static inline u32 bitop(u32 t, u32 a, u32 b, u32 c) {
   X(v_sad_u16, i, (L16(a) > L16(b) ? L16(a) - L16(b) : L16(b) - L16(a)) + ((a >> 16) > (b >> 16) ? (a >> 16) - (b >> 16) : (b >> 16) - (a >> 16)) + c) \
   X(v_lerp_u8, i, lerp(a, b, c)) X(v_bitop3_b32, i, bitop(i->bitop3, a, b, c)) X(v_bitop3_b16, i, L16(bitop(i->bitop3, a, b, c))) \
   X(v_mad_u32_u16, i, L16(a) * L16(b) + c) X(v_mad_i32_i16, i, (u32)((int16_t)a * (int16_t)b) + c) \
-  X(v_mad_u16, i, KEEP16(a * b + c)) X(v_mad_i16, i, KEEP16(a * b + c)) \
+  X(v_mad_u16, i, KEEP16(a * b + c)) X(v_mad_i16, i, KEEP16(a * b + c)) X(v_mad_legacy_u16, i, L16(a * b + c)) X(v_mad_legacy_i16, i, L16(a * b + c)) X(v_msad_u8, i, msad(a, b, c)) \
   X(v_ashr_pk_i8_i32, i, (sat((i32)a >> (c & 31), -128, 127) & 255) | (sat((i32)b >> (c & 31), -128, 127) & 255) << 8) \
   X(v_ashr_pk_u8_i32, i, sat((i32)a >> (c & 31), 0, 255) | sat((i32)b >> (c & 31), 0, 255) << 8)
 static inline u32 lerp(u32 a, u32 b, u32 c) {
@@ -161,8 +165,27 @@ static inline u32 dot_u(u32 a, u32 b, int bits) {
 DOT_LIST(DEF_V3)
 #define DOTC_LIST(X) X(v_dot4c_i32_i8, i, (u32)dot_s(a, b, 8) + D[l]) X(v_dot8c_i32_i4, i, (u32)dot_s(a, b, 4) + D[l]) X(v_dot2c_i32_i16, i, (u32)dot_s(a, b, 16) + D[l])
 DOTC_LIST(DEF_V2)
+/* Four sums of absolute differences at the four byte offsets of a window of eight bytes. */
+static void window_sums(Wave *w, const Inst *i, int masked, int wide) {
+  u32 t[LANES], r[4][LANES];
+  u64 window[LANES];
+  const u32 *ref = source_row(w, i, 1, 0, t, 0);
+  wide_source(w, i, 0, window, 0);
+  for (int l = 0; l < LANES; l++) {
+    u32 s[4];
+    for (int k = 0; k < 4; k++) {
+      u32 x = (u32)(window[l] >> 8 * k), add = wide ? w->v[i->src[2].idx + k][l] : w->v[i->src[2].idx + k / 2][l] >> 16 * (k & 1) & 0xffff;
+      s[k] = masked ? msad(x, ref[l], add) : sad8(x, ref[l]) + add;
+    }
+    for (int k = 0; k < 4; k++) r[k][l] = wide ? s[k] : k < 2 ? (s[2 * k] & 0xffff) | s[2 * k + 1] << 16 : 0;
+  }
+  for (int k = 0; k < (wide ? 4 : 2); k++) merge_row(w, w->v[i->dst.idx + k], r[k]);
+}
+static void op_v_qsad_pk_u16_u8(Wave *w, const Inst *i) { window_sums(w, i, 0, 0); }
+static void op_v_mqsad_pk_u16_u8(Wave *w, const Inst *i) { window_sums(w, i, 1, 0); }
+static void op_v_mqsad_u32_u8(Wave *w, const Inst *i) { window_sums(w, i, 1, 1); }
 static void op_v_nop(Wave *w, const Inst *i) { (void)w; (void)i; }
 
 const OpEntry valu_int_ops[] = {
   ONE_LIST(ENTRY) TWO_LIST(ENTRY) THREE_LIST(ENTRY) CARRY_LIST(ENTRY) WIDE_LIST(ENTRY) MAD64_LIST(ENTRY) DOT_LIST(ENTRY) DOTC_LIST(ENTRY)
-  ENTRY(v_cndmask_b32) ENTRY(v_swap_b32) ENTRY(v_nop) {0, 0}};
+  ENTRY(v_cndmask_b32) ENTRY(v_swap_b32) ENTRY(v_qsad_pk_u16_u8) ENTRY(v_mqsad_pk_u16_u8) ENTRY(v_mqsad_u32_u8) ENTRY(v_nop) {"v_clrexcp", op_v_nop}, {0, 0}};

@@ -1,6 +1,6 @@
 /* Formats below sixteen bits: E4M3 (fp8), E5M2 (bf8), E2M1 (fp4), E2M3 (fp6), E3M2 (bf6), and their scaled conversions.
  * A scale is a float of which only the exponent counts; to a small format the value is divided by it. */
-#include "valu.h"
+#include "small_float.h"
 
 static float small_to_f(u32 x, int exponent, int mantissa, int bias) {
   u32 e = x >> mantissa & ((1u << exponent) - 1), m = x & ((1u << mantissa) - 1);
@@ -16,34 +16,9 @@ float fp4_to_f(u32 x) { return small_to_f(x & 15, 2, 1, 1); }
 float fp6_to_f(u32 x) { return small_to_f(x & 63, 2, 3, 1); }
 float bf6_to_f(u32 x) { return small_to_f(x & 63, 3, 2, 3); }
 
-/* Round to nearest even. Overflow becomes the largest value when `saturate`, else all ones of exponent and mantissa. */
-u32 small_float_of(double x, int exponent, int mantissa, int bias, double max, int saturate) {
-  u32 sign = signbit(x) ? 1u << (exponent + mantissa) : 0, ones = (1u << (exponent + mantissa)) - 1;
-  double a = fabs(x);
-  if (x != x) return sign | ones;
-  int e;
-  frexp(a, &e);
-  e -= 1;
-  if (a == 0 || e < 1 - bias) e = 1 - bias;
-  double q = rint(ldexp(a, mantissa - e)), v = ldexp(q, e - mantissa);
-  if (v > max) {
-    if (!saturate) return sign | ones;
-    v = max;
-    frexp(v, &e);
-    e -= 1;
-    q = ldexp(v, mantissa - e);
-  }
-  u32 n = (u32)q;
-  if (n >= 2u << mantissa) { n >>= 1; e += 1; }
-  return sign | (n < 1u << mantissa ? n : (u32)(e + bias) << mantissa | (n & ((1u << mantissa) - 1)));
-}
-static inline u32 to_fp8(const Wave *w, double x) { return small_float_of(x, 4, 3, 7, 448, w->mode >> 23 & 1); }
-static inline u32 to_bf8(const Wave *w, double x) {
-  if (isinf(x) || (!(w->mode >> 23 & 1) && fabs(x) >= 61440)) return (signbit(x) ? 0x80u : 0) | 0x7c;
-  return small_float_of(x, 5, 2, 15, 57344, 1);
-}
-static inline u32 to_fp4(const Wave *w, double x) { (void)w; return x != x ? 7 : small_float_of(x, 2, 1, 1, 6, 1); }
-static inline double scale_of(u32 s) { return ldexp(1.0, (int)(s >> 23 & 255) - 127); }
+static inline u32 to_fp8(const Wave *w, double x) { return rounded(w, x, &FP8); }
+static inline u32 to_bf8(const Wave *w, double x) { return rounded(w, x, &BF8); }
+static inline u32 to_fp4(const Wave *w, double x) { return rounded(w, x, &FP4); }
 
 /* Plain conversions. The byte or word read comes from op_sel (VOP3) or from SDWA, which has then already selected it. */
 #define FROM8_LIST(X) X(v_cvt_f32_fp8, fp8_to_f) X(v_cvt_f32_bf8, bf8_to_f)
@@ -64,7 +39,7 @@ TO8_LIST(DEF_TO8)
 #define SCALED_F32_LIST(X) X(v_cvt_scalef32_pk_fp8_f32, to_fp8, 8) X(v_cvt_scalef32_pk_bf8_f32, to_bf8, 8) X(v_cvt_scalef32_pk_fp4_f32, to_fp4, 4)
 #define DEST_AT(bits) (bits == 8 ? (i->opsel & 8 ? 16 : 0) : 8 * (i->opsel >> 2 & 3))
 #define DEF_SCALED_F32(name, to, bits) static void op_##name(Wave *w, const Inst *i) { BEGIN3(f) int at = DEST_AT(bits); u32 field = bits == 8 ? 0xffff : 0xff; u64 e = exec_of(w); \
-  for (int l = 0; l < LANES; l++) if (e >> l & 1) { double s = scale_of(C[l]); u32 x = to(w, as_f(A[l]) / s) | to(w, as_f(B[l]) / s) << bits; \
+  for (int l = 0; l < LANES; l++) if (e >> l & 1) { double s = scale_of(C[l]); u32 x = to(w, divided(as_f(A[l]), s)) | to(w, divided(as_f(B[l]), s)) << bits; \
     STORE((D[l] & ~(field << at)) | x << at); } }
 SCALED_F32_LIST(DEF_SCALED_F32)
 #define LOW_h(x) half_to_f((x) & 0xffff)
@@ -74,7 +49,7 @@ SCALED_F32_LIST(DEF_SCALED_F32)
 #define SCALED_16_LIST(X) X(v_cvt_scalef32_pk_fp8_f16, to_fp8, 8, h) X(v_cvt_scalef32_pk_bf8_f16, to_bf8, 8, h) X(v_cvt_scalef32_pk_fp8_bf16, to_fp8, 8, b) \
   X(v_cvt_scalef32_pk_bf8_bf16, to_bf8, 8, b) X(v_cvt_scalef32_pk_fp4_f16, to_fp4, 4, h) X(v_cvt_scalef32_pk_fp4_bf16, to_fp4, 4, b)
 #define DEF_SCALED_16(name, to, bits, k) static void op_##name(Wave *w, const Inst *i) { BEGIN2(i) int at = DEST_AT(bits); u32 field = bits == 8 ? 0xffff : 0xff; u64 e = exec_of(w); \
-  for (int l = 0; l < LANES; l++) if (e >> l & 1) { double s = scale_of(B[l]); u32 x = to(w, LOW_##k(A[l]) / s) | to(w, HIGH_##k(A[l]) / s) << bits; \
+  for (int l = 0; l < LANES; l++) if (e >> l & 1) { double s = scale_of(B[l]); u32 x = to(w, divided(LOW_##k(A[l]), s)) | to(w, divided(HIGH_##k(A[l]), s)) << bits; \
     STORE((D[l] & ~(field << at)) | x << at); } }
 SCALED_16_LIST(DEF_SCALED_16)
 

@@ -16,6 +16,7 @@ class Kind(IntEnum):
     SPECIAL = 4
 
 
+_BRANCHES = {"s_branch", *(f"s_cbranch_{on}" for on in ("scc0", "scc1", "vccz", "vccnz", "execz", "execnz"))}
 ACC_BASE = 256
 VCC, M0, EXEC, SCC = 106, 124, 126, 253
 
@@ -56,7 +57,7 @@ class Instruction:
     @property
     def is_branch(self) -> bool:
         """Whether `mods['simm']` is a distance in dwords from the next instruction."""
-        return self.mnemonic == "s_branch" or self.mnemonic.startswith("s_cbranch")
+        return self.mnemonic in _BRANCHES
 
     @property
     def target(self) -> int:

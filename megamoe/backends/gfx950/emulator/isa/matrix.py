@@ -33,6 +33,19 @@ VOP3P = table(
 70 v_mfma_f32_16x16x32_bf8_bf8 4 2 2 4; 71 v_mfma_f32_16x16x32_bf8_fp8 4 2 2 4;
 72 v_mfma_f32_16x16x32_fp8_bf8 4 2 2 4; 73 v_mfma_f32_16x16x32_fp8_fp8 4 2 2 4;
 74 v_mfma_f32_32x32x16_bf8_bf8 16 2 2 16; 75 v_mfma_f32_32x32x16_bf8_fp8 16 2 2 16;
-76 v_mfma_f32_32x32x16_fp8_bf8 16 2 2 16; 77 v_mfma_f32_32x32x16_fp8_fp8 16 2 2 16
+76 v_mfma_f32_32x32x16_fp8_bf8 16 2 2 16; 77 v_mfma_f32_32x32x16_fp8_fp8 16 2 2 16;
+39 v_smfmac_f32_16x16x64_bf16 4 4 8 1; 3a v_smfmac_i32_16x16x128_i8 4 4 8 1; 3b
+v_smfmac_f32_16x16x128_bf8_bf8 4 4 8 1; 3c v_smfmac_f32_16x16x128_bf8_fp8 4 4 8 1; 3d
+v_smfmac_f32_16x16x128_fp8_bf8 4 4 8 1; 43 v_smfmac_f32_16x16x128_fp8_fp8 4 4 8 1; 46
+v_smfmac_f32_32x32x32_bf16 16 4 8 1; 47 v_smfmac_i32_32x32x64_i8 16 4 8 1; 4b v_smfmac_f32_32x32x64_bf8_bf8
+16 4 8 1; 4e v_smfmac_f32_32x32x64_bf8_fp8 16 4 8 1; 4f v_smfmac_f32_32x32x64_fp8_bf8 16 4 8 1; 53
+v_smfmac_f32_32x32x64_fp8_fp8 16 4 8 1; 5a v_smfmac_f32_16x16x64_f16 4 4 8 1; 5b v_smfmac_f32_32x32x32_f16
+16 4 8 1; 62 v_smfmac_f32_16x16x32_f16 4 2 4 1; 64 v_smfmac_f32_32x32x16_f16 16 2 4 1; 66
+v_smfmac_f32_16x16x32_bf16 4 2 4 1; 68 v_smfmac_f32_32x32x16_bf16 16 2 4 1; 6a v_smfmac_i32_16x16x64_i8 4 2
+4 1; 6c v_smfmac_i32_32x32x32_i8 16 2 4 1; 78 v_smfmac_f32_16x16x64_bf8_bf8 4 2 4 1; 79
+v_smfmac_f32_16x16x64_bf8_fp8 4 2 4 1; 7a v_smfmac_f32_16x16x64_fp8_bf8 4 2 4 1; 7b
+v_smfmac_f32_16x16x64_fp8_fp8 4 2 4 1; 7c v_smfmac_f32_32x32x32_bf8_bf8 16 2 4 1; 7d
+v_smfmac_f32_32x32x32_bf8_fp8 16 2 4 1; 7e v_smfmac_f32_32x32x32_fp8_bf8 16 2 4 1; 7f
+v_smfmac_f32_32x32x32_fp8_fp8 16 2 4 1
     """
 )

@@ -1,4 +1,4 @@
-"""Opcodes of the memory encodings. FLAT and MUBUF: widths of result and data; DS: result, address, data0, data1."""
+"""Opcodes of the memory encodings, widths in dwords: result and data; for DS result, address, data0, data1."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ DS = table(
 6d ds_wrxchg_rtn_b64 2 1 2 0; 6e ds_wrxchg2_rtn_b64 4 1 2 2; 6f ds_wrxchg2st64_rtn_b64 4 1 2 2;
 70 ds_cmpst_rtn_b64 2 1 2 2; 71 ds_cmpst_rtn_f64 2 1 2 2; 72 ds_min_rtn_f64 2 1 2 0;
 73 ds_max_rtn_f64 2 1 2 0; 76 ds_read_b64 2 1 0 0; 77 ds_read2_b64 4 1 0 0; 78 ds_read2st64_b64 4 1 0 0;
-7c ds_add_rtn_f64 2 1 2 0; 9d ds_gws_barrier 0 0 1 0; b6 ds_read_addtid_b32 1 0 0 0;
+7c ds_add_rtn_f64 2 1 2 0; 9d ds_gws_barrier 0 1 0 0; b6 ds_read_addtid_b32 1 0 0 0;
 b7 ds_pk_add_rtn_f16 1 1 1 0; b8 ds_pk_add_rtn_bf16 1 1 1 0; bd ds_consume 1 0 0 0; be ds_append 1 0 0 0;
 de ds_write_b96 0 1 3 0; df ds_write_b128 0 1 4 0; e0 ds_read_b64_tr_b4 2 1 0 0;
 e1 ds_read_b96_tr_b6 3 1 0 0; e2 ds_read_b64_tr_b8 2 1 0 0; e3 ds_read_b64_tr_b16 2 1 0 0;
-fe ds_read_b96 3 1 0 0; ff ds_read_b128 4 1 0 0
+fe ds_read_b96 3 1 0 0; ff ds_read_b128 4 1 0 0;
+34 ds_wrap_rtn_b32 1 1 1 1; 7e ds_condxchg32_rtn_b64 2 1 2 0; 98 ds_gws_sema_release_all 0 0 0 0; 99
+ds_gws_init 0 1 0 0; 9a ds_gws_sema_v 0 0 0 0; 9b ds_gws_sema_br 0 1 0 0; 9c ds_gws_sema_p 0 0 0 0
     """
 )
 
@@ -64,12 +66,13 @@ FLAT = table(
 
 MUBUF = table(
     """
-00 buffer_load_format_x 1 0; 01 buffer_load_format_xy 1 0; 02 buffer_load_format_xyz 1 0;
-03 buffer_load_format_xyzw 1 0; 04 buffer_store_format_x 1 0; 05 buffer_store_format_xy 1 0;
-06 buffer_store_format_xyz 1 0; 07 buffer_store_format_xyzw 1 0; 08 buffer_load_format_d16_x 1 0;
-09 buffer_load_format_d16_xy 1 0; 0a buffer_load_format_d16_xyz 1 0; 0b buffer_load_format_d16_xyzw 1 0;
-0c buffer_store_format_d16_x 1 0; 0d buffer_store_format_d16_xy 1 0; 0e buffer_store_format_d16_xyz 1 0;
-0f buffer_store_format_d16_xyzw 1 0; 10 buffer_load_ubyte 1 0; 11 buffer_load_sbyte 1 0;
+00 buffer_load_format_x 1 0; 01 buffer_load_format_xy 2 0; 02 buffer_load_format_xyz 3 0; 03
+buffer_load_format_xyzw 4 0; 04 buffer_store_format_x 0 1; 05 buffer_store_format_xy 0 2; 06
+buffer_store_format_xyz 0 3; 07 buffer_store_format_xyzw 0 4; 08 buffer_load_format_d16_x 1 0; 09
+buffer_load_format_d16_xy 1 0; 0a buffer_load_format_d16_xyz 2 0; 0b buffer_load_format_d16_xyzw 2 0; 0c
+buffer_store_format_d16_x 0 1; 0d buffer_store_format_d16_xy 0 1; 0e buffer_store_format_d16_xyz 0 2; 0f
+buffer_store_format_d16_xyzw 0 2;
+10 buffer_load_ubyte 1 0; 11 buffer_load_sbyte 1 0;
 12 buffer_load_ushort 1 0; 13 buffer_load_sshort 1 0; 14 buffer_load_dword 1 0; 15 buffer_load_dwordx2 2 0;
 16 buffer_load_dwordx3 3 0; 17 buffer_load_dwordx4 4 0; 18 buffer_store_byte 0 1;
 19 buffer_store_byte_d16_hi 0 1; 1a buffer_store_short 0 1; 1b buffer_store_short_d16_hi 0 1;
@@ -86,6 +89,18 @@ MUBUF = table(
 63 buffer_atomic_sub_x2 2 2; 64 buffer_atomic_smin_x2 2 2; 65 buffer_atomic_umin_x2 2 2;
 66 buffer_atomic_smax_x2 2 2; 67 buffer_atomic_umax_x2 2 2; 68 buffer_atomic_and_x2 2 2;
 69 buffer_atomic_or_x2 2 2; 6a buffer_atomic_xor_x2 2 2; 6b buffer_atomic_inc_x2 2 2;
-6c buffer_atomic_dec_x2 2 2
+6c buffer_atomic_dec_x2 2 2;
+26 buffer_load_format_d16_hi_x 1 0; 27 buffer_store_format_d16_hi_x 0 1
+    """
+)
+
+MTBUF = table(
+    """
+00 tbuffer_load_format_x 1 0; 01 tbuffer_load_format_xy 2 0; 02 tbuffer_load_format_xyz 3 0; 03
+tbuffer_load_format_xyzw 4 0; 04 tbuffer_store_format_x 0 1; 05 tbuffer_store_format_xy 0 2; 06
+tbuffer_store_format_xyz 0 3; 07 tbuffer_store_format_xyzw 0 4; 08 tbuffer_load_format_d16_x 1 0; 09
+tbuffer_load_format_d16_xy 1 0; 0a tbuffer_load_format_d16_xyz 2 0; 0b tbuffer_load_format_d16_xyzw 2 0; 0c
+tbuffer_store_format_d16_x 0 1; 0d tbuffer_store_format_d16_xy 0 1; 0e tbuffer_store_format_d16_xyz 0 2; 0f
+tbuffer_store_format_d16_xyzw 0 2
     """
 )

@@ -60,14 +60,18 @@ def _waitcnt(simm: int) -> str:
 
 def _scalar(i: Instruction) -> str:
     name, simm = i.mnemonic, i.mods.get("simm", 0)
-    if i.encoding == "SOPP":
+    if i.encoding == "SOPP" and name != "s_set_gpr_idx_mode":
         if name == "s_waitcnt":
             return f"{name} {_waitcnt(simm)}"
         return (
             f"{name} {simm}"
-            if name not in ("s_endpgm", "s_barrier", "s_wakeup", "s_icache_inv", "s_ttracedata")
+            if name
+            not in ("s_endpgm", "s_barrier", "s_wakeup", "s_icache_inv", "s_ttracedata", "s_set_gpr_idx_off")
             else name
         )
+    if name.startswith("s_set_gpr_idx_") and i.encoding in ("SOPC", "SOPP"):
+        places = ",".join(p for k, p in enumerate(("SRC0", "SRC1", "SRC2", "DST")) if simm >> k & 1)
+        return f"{name} " + ", ".join([*(_operand(o) for o in i.srcs), f"gpr_idx({places})"])
     operands = [_operand(o, value_type(name)) for o in ([i.dst] if i.dst.kind else []) + i.srcs]
     if i.encoding == "SOPK":
         operands = [_operand(i.dst if i.dst.kind else i.srcs[0]), hex(simm)]
@@ -112,7 +116,7 @@ def _vector(i: Instruction) -> str:
 
 def _vector_modifiers(i: Instruction) -> str:
     mods, out, count = i.mods, "", len(i.srcs)
-    mfma = i.mnemonic.startswith("v_mfma")
+    mfma = i.mnemonic.startswith(("v_mfma", "v_smfmac"))
     if i.encoding == "VOP3P" and not mfma and "accvgpr" not in i.mnemonic:
         full = (1 << count) - 1
         sel, high = mods.get("opsel", 0), mods.get("opsel_hi", 0) & full
@@ -154,13 +158,14 @@ def _memory(i: Instruction) -> str:
             if mods.get(key)
         )
         return f"{i.mnemonic} " + ", ".join(parts) + text + _flags(i, ("gds",))
-    if i.encoding == "MUBUF":
+    if i.encoding in ("MUBUF", "MTBUF"):
         if not i.srcs:
             return i.mnemonic + _flags(i, ("sc0", "nt", "sc1"))
         address, resource, soffset, data = i.srcs
         parts = [_operand(data)] if data.kind else parts
         parts += [_operand(address), _operand(resource), _operand(soffset)]
-        text = _flags(i, ("idxen", "offen")) + (f" offset:{mods['offset']}" if mods.get("offset") else "")
+        text = f" format:{mods.get('simm', 0)}" if i.encoding == "MTBUF" else ""
+        text += _flags(i, ("idxen", "offen")) + (f" offset:{mods['offset']}" if mods.get("offset") else "")
         return f"{i.mnemonic} " + ", ".join(parts) + text + _flags(i, ("sc0", "nt", "sc1", "lds"))
     parts += [_operand(o) for o in i.srcs[:-1]]
     if not i.mnemonic.startswith("flat"):
@@ -173,7 +178,7 @@ def disassemble(i: Instruction) -> str:
     """One line of assembly. DPP and SDWA controls are written as numbers."""
     if i.encoding in ("SOP1", "SOP2", "SOPC", "SOPK", "SOPP", "SMEM"):
         return _scalar(i)
-    if i.encoding in ("DS", "FLAT", "MUBUF"):
+    if i.encoding in ("DS", "FLAT", "MUBUF", "MTBUF"):
         return _memory(i)
     return _vector(i)
 

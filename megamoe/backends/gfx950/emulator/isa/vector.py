@@ -46,7 +46,8 @@ VOP2 = table(
 2d v_max_f16 1 1 1; 2e v_min_f16 1 1 1; 2f v_max_u16 1 1 1; 30 v_max_i16 1 1 1; 31 v_min_u16 1 1 1;
 32 v_min_i16 1 1 1; 33 v_ldexp_f16 1 1 1; 34 v_add_u32 1 1 1; 35 v_sub_u32 1 1 1; 36 v_subrev_u32 1 1 1;
 37 v_dot2c_f32_f16 1 1 1; 38 v_dot2c_i32_i16 1 1 1; 39 v_dot4c_i32_i8 1 1 1; 3a v_dot8c_i32_i4 1 1 1;
-3b v_fmac_f32 1 1 1; 3c v_pk_fmac_f16 1 1 1; 3d v_xnor_b32 1 1 1
+3b v_fmac_f32 1 1 1; 3c v_pk_fmac_f16 1 1 1; 3d v_xnor_b32 1 1 1;
+24 v_madmk_f16 1 1 1; 25 v_madak_f16 1 1 1
     """
 )
 
@@ -159,6 +160,9 @@ VOP3 = table(
 2a0 v_pack_b32_f16 1 1 1; 2a1 v_mul_legacy_f32 1 1 1; 2a2 v_cvt_pk_fp8_f32 1 1 1;
 2a3 v_cvt_pk_bf8_f32 1 1 1; 2a4 v_cvt_sr_fp8_f32 1 1 1; 2a5 v_cvt_sr_bf8_f32 1 1 1;
 2a6 v_cvt_sr_f16_f32 1 1 1; 2a7 v_cvt_sr_bf16_f32 1 1 1; 2a8 v_minimum3_f32 1 1 1 1;
-2a9 v_maximum3_f32 1 1 1 1; 28a v_writelane_b32 1 k1 k1
+2a9 v_maximum3_f32 1 1 1 1; 28a v_writelane_b32 1 k1 k1;
+1c5 v_cubesc_f32 1 1 1 1; 1c6 v_cubetc_f32 1 1 1 1; 1c7 v_cubema_f32 1 1 1 1; 1ea v_mad_legacy_f16 1 1 1 1;
+1eb v_mad_legacy_u16 1 1 1 1; 1ec v_mad_legacy_i16 1 1 1 1; 1ee v_fma_legacy_f16 1 1 1 1; 1ef
+v_div_fixup_legacy_f16 1 1 1 1; 1f0 v_cvt_pkaccum_u8_f32 1 1 1
     """
 )
