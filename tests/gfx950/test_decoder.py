@@ -125,7 +125,7 @@ def _memory_words() -> list[bytes]:
                     30 | 20 << 8 | 1 << 16 | 0x80 << 24,
                 )
             )
-    for op, r in memory.MTBUF.items():
+    for op in memory.MTBUF:
         # Offset by a register, 32 bits as float, both cache bits.
         out.append(
             _words(

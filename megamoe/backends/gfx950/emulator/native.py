@@ -33,7 +33,7 @@ _U8 = [
     "lds",
     "offen",
     "idxen",
-    "gds",
+    "is_vector",
     "bitop3",
     "has_dpp",
     "has_sdwa",
@@ -227,7 +227,7 @@ class _Lowering:
             name.startswith(("global_load_", "buffer_load_")) and "lds" not in name and not mods.get("lds")
         )
         row["in_order"] = 1 if plain_load else 2 if name.startswith("ds_read") else 0
-        row["klass"] = one.encoding.startswith("VOP")
+        row["is_vector"] = one.encoding.startswith("VOP")
         self.put(row["dst"], one.dst, one)
         self.put(row["sdst"], one.sdst, one)
         for k, operand in enumerate(one.srcs):
@@ -239,6 +239,8 @@ class _Lowering:
                 )
             row["target"] = self.index[one.target]
         handler = self.handler(name)
+        if mods.get("gds"):  # there is no global data share
+            handler = 0
         clamped = (mods.get("clamp") or mods.get("omod")) and not name.startswith(_HANDLES_CLAMP)
         if clamped and not row["result_type"] and not name.startswith("v_cmp"):
             handler = 0

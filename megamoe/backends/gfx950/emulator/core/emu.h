@@ -42,7 +42,7 @@ struct Inst {
   u16 op, pad0;
   u8 nsrc, size, neg, abs, neg_hi, opsel, opsel_hi, clamp;
   u8 omod, cbsz, abid, blgp, sc0, sc1, nt, lds;
-  u8 offen, idxen, gds, bitop3, has_dpp, has_sdwa, bound_ctrl, row_mask;
+  u8 offen, idxen, is_vector, bitop3, has_dpp, has_sdwa, bound_ctrl, row_mask;
   u8 bank_mask, dst_sel, dst_unused, src0_sel, src1_sel, src0_sext, src1_sext, bytes;
   u16 dpp, simm;
   i32 imm, imm1;

@@ -273,7 +273,7 @@ static void run_slice(Wave *w, u64 slice) {
     const Inst *i = &prog[pc];
     counts[pc]++;
     n++;
-    if (w->indexed && i->klass) exec_indexed(w, i);
+    if (w->indexed && i->is_vector) exec_indexed(w, i);
     else {
       if (w->chk) check_registers(w, i);
       CALL(i, w);
