@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from loadgen import cli_traces
 from loadgen.attention_time import Stragglers
 from loadgen.display import final_tables, watch
 from loadgen.live import LiveTier
@@ -43,6 +44,8 @@ EXIT_REFUSED = 2
 EXIT_CANCELLED = 130
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(cli_traces.synth)
+app.command()(cli_traces.stats)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ mean something only within their trace (hash_id_scope "local"). Files: `trace_fi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -177,6 +177,25 @@ def streams_of(trace: Trace) -> tuple[Stream, ...]:
 def _gaps(turns: tuple[TraceRequest, ...], first: float) -> tuple[float, ...]:
     between = (max(turn.t - last.end_t, 0.0) for last, turn in pairwise(turns))
     return (first, *between)
+
+
+def limit_context(trace: Trace, max_tokens: int) -> Trace | None:
+    """The session without requests of more than max_tokens, prompt and output together; times stay as they are.
+
+    None when no main request is left.
+    """
+
+    def kept(requests: Iterable[TraceRequest]) -> tuple[TraceRequest, ...]:
+        return tuple(request for request in requests if request.num_input + request.num_output <= max_tokens)
+
+    entries: list[TraceRequest | SubagentEntry] = []
+    for entry in trace.requests:
+        if isinstance(entry, TraceRequest):
+            entries.extend(kept((entry,)))
+        elif left := kept(entry.requests):
+            entries.append(replace(entry, requests=left))
+    limited = replace(trace, requests=tuple(entries))
+    return limited if limited.main_requests else None
 
 
 def scale_tokens(trace: Trace, token_scale: float) -> Trace:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.recipe import Recipe
 from loadgen.session import LiveSession, start_point
-from loadgen.synth import Recipe, SyntheticTraces
+from loadgen.synth import SyntheticTraces
 from loadgen.trace import Trace
 from tests.loadgen.build import request, subagent, trace
 
@@ -229,7 +230,7 @@ def _play(recorded: Trace, seed: int, start_t: float | None) -> list[tuple[int, 
     return played
 
 
-SMALL = Recipe(min_turns=3, max_turns=12, subagent_probability=0.8, max_group_requests=6)
+SMALL = Recipe(min_turns=3, max_turns=12, subagent_share=0.8, max_group_requests=6)
 
 
 @given(st.integers(0, 19), st.integers(0, 1000), st.one_of(st.none(), st.floats(0.0, 1.0)))

@@ -1,19 +1,14 @@
-"""Streams of a session, joins, scaling, and the file format."""
+"""Streams of a session, joins, scaling."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.synth import SyntheticTraces
-from loadgen.trace import Trace, scale_tokens, streams_of
-from loadgen.trace_file import read_traces, trace_from_record, trace_to_record, write_traces
+from loadgen.trace import scale_tokens, streams_of
 from megamoe.errors import InvalidArgumentError
 from tests.loadgen.build import request, subagent, trace
 
@@ -69,56 +64,3 @@ def test_scaled_prompts_share_the_same_part_as_before(
     assert a.num_input >= first.num_input * scale - 1e-6
     assert a.num_input < first.num_input * scale + scaled.block_size
     assert abs(common * scaled.block_size - shared * 64 * scale) <= scaled.block_size
-
-
-def test_a_synthetic_session_survives_the_file_format(tmp_path: Path) -> None:
-    traces = [SyntheticTraces(20, seed=3)[idx] for idx in range(4)]
-    assert write_traces(tmp_path / "traces.jsonl", traces) == 4
-    for before, after in zip(traces, read_traces(tmp_path / "traces.jsonl"), strict=True):
-        assert trace_to_record(before) == trace_to_record(after)
-        assert any(len(stream.turns) > 1 for stream in streams_of(after))
-
-
-def _record(change: str, value: object) -> dict[str, object]:
-    record = trace_to_record(trace(request(0, 2), subagent(1, request(1, 2))))
-    target = record
-    *path, last = change.split(".")
-    for part in path:
-        target = target[int(part)] if part.isdigit() else target[part]
-    target[last] = value
-    return record
-
-
-@pytest.mark.parametrize(
-    ("change", "value", "sentence"),
-    [
-        ("hash_id_scope", "global", "hash_id_scope must be 'local', got 'global'"),
-        ("block_size", 0, "block_size must be at least 1"),
-        ("id", None, "id must be a str, got None"),
-        ("requests.0.in", 127, "requests[0]: in must be block_size x number of hash_ids = 128, got 127"),
-        ("requests.0.out", 0, "requests[0]: out must be at least 1, got 0"),
-        ("requests.0.type", "x", "requests[0]: type must be"),
-        ("requests.0.t", float("nan"), "requests[0]: t must be a float, got nan"),
-        ("requests.1.requests.0.out", True, "requests[1].requests[0]: out must be a int, got True"),
-    ],
-)
-def test_a_wrong_field_is_named(change: str, value: object, sentence: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        trace_from_record(_record(change, value), "file:7")
-    assert sentence in str(caught.value)
-    assert "file:7" in str(caught.value)
-
-
-def test_a_wrong_line_is_named(tmp_path: Path) -> None:
-    good = json.dumps(trace_to_record(trace(request(0, 1))))
-    path = tmp_path / "traces.jsonl"
-    path.write_text(f"{good}\n\n{{broken\n")
-    reader = read_traces(path)
-    assert isinstance(next(reader), Trace)
-    with pytest.raises(InvalidArgumentError, match=r"traces\.jsonl:3: line must be a JSON object"):
-        next(reader)
-
-
-def test_hash_ids_come_back_as_integers() -> None:
-    record = trace_to_record(trace(request(0, [5, 3, 9])))
-    assert np.array_equal(trace_from_record(record).main_requests[0].hash_ids, [5, 3, 9])

@@ -1,0 +1,242 @@
+"""Fits the parameters of `loadgen.recipe.Recipe` to the published statistics of the AgentX corpus.
+
+`python tools/fit_recipe.py fit` starts from the recipe as it stands, turns each parameter until its own target fits
+over the training seeds, and prints the parameters to put into the recipe. `python tools/fit_recipe.py check` prints how
+the recipe does over ten seeds that the fit has not seen, and fails when a median or a single seed is off by more than
+it may be.
+
+The targets are the corpus table (`loadgen.corpus.TARGETS`) and what a profiled hour sees (HOUR), for which the closed
+loop runs for an hour of 128 lanes against a service of constant speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from loadgen.corpus import TARGETS, Corpus, Target
+from loadgen.lanes import Lane, Lanes
+from loadgen.prefix_cache import PrefixCache
+from loadgen.recipe import LogNormal, LogPieces, Recipe
+from loadgen.scenario import ScenarioConfig
+from loadgen.session import Turn
+from loadgen.synth import SyntheticTraces
+from loadgen.trace import TraceSource
+
+TRAINING_SEEDS = (1, 2, 3, 4)
+CHECK_SEEDS = tuple(range(9001, 9011))
+NUM_SESSIONS = 393
+MAX_SINGLE = 0.25
+"""No single seed may be off by more than this."""
+
+HOUR = (
+    Target("hour: input mean", 113_814, 0.15),
+    Target("hour: input p50", 94_821, 0.15),
+    Target("hour: input p90", 163_328, 0.15),
+    Target("hour: output mean", 806, 0.15),
+    Target("hour: output p50", 333, 0.15),
+    Target("hour: output p90", 1_874, 0.15),
+    Target("hour: prefix-cache hit", 0.975, 0.01),
+)
+TTFT_S, ITL_S, PREFILL_TOKENS_PER_S = 2.0, 0.030, 8_000.0
+"""A service of constant speed, near the published latencies at 128 lanes."""
+
+
+@dataclass(frozen=True)
+class Dial:
+    """parameter is multiplied by (published / measured)^gain of its target; one of LINEAR is moved by its logarithm.
+
+    gain: about the inverse of how the target answers to the parameter, from the formulas of the recipe.
+    """
+
+    parameter: str
+    target: str
+    gain: float = 1.0
+
+
+DIALS = (
+    Dial("gap_s.0", "gap p50 s"),
+    Dial("gap_s.1", "gap p90 s"),
+    Dial("gap_s.2", "gaps over 300 s"),
+    Dial("gap_s.3", "gap p99 s"),
+    Dial("gap_s.4", "gap mean s", 1.3),
+    Dial("output.median", "output p50, main"),
+    Dial("output.sigma", "output p90, main", 0.6),
+    Dial("group_output.median", "output p50", 1.5),
+    Dial("group_output.sigma", "prefill : output", -0.5),
+    Dial("appended.median", "new tokens p50", 1.2),
+    Dial("appended.sigma", "new tokens mean", 0.6),
+    Dial("compacted_context.median", "input p50", 0.7),
+    Dial("start_context.median", "hour: input p50", 0.5),
+    Dial("wide_turns", "input p50, main", -0.5),
+    Dial("compaction_probability", "input p90, main", -1.0),
+    Dial("groups.sigma", "requests, sub-agents", 0.5),
+    Dial("group_start_context.median", "input p50, sub-agents"),
+    Dial("group_appended.median", "input p90, sub-agents", 0.7),
+    Dial("pace_growth", "hour: output mean", -1.0),
+)
+LINEAR = ("pace_growth",)
+DAMPING = 0.5
+
+
+def get(recipe: Recipe, name: str) -> float:
+    field, _, part = name.partition(".")
+    value = getattr(recipe, field)
+    if isinstance(value, LogPieces):
+        return value.knots[int(part)][1]
+    return float(getattr(value, part) if part else value)
+
+
+def changed(recipe: Recipe, name: str, value: float) -> Recipe:
+    field, _, part = name.partition(".")
+    old: Any = getattr(recipe, field)
+    if isinstance(old, LogPieces):
+        knots = list(old.knots)
+        knots[int(part)] = (knots[int(part)][0], value)
+        return replace(recipe, **{field: LogPieces(tuple(knots))})
+    return replace(recipe, **{field: replace(old, **{part: value}) if isinstance(old, LogNormal) else value})
+
+
+def moved(recipe: Recipe, name: str, step: float) -> Recipe:
+    value = get(recipe, name)
+    return changed(recipe, name, value + step if name in LINEAR else value * math.exp(step))
+
+
+# ---------------------------------------------------------------- what a recipe gives
+
+
+def hour_profile(traces: TraceSource, concurrency: int = 128) -> dict[str, float]:
+    """What the requests that complete in one profiled hour look like, with the scenario's start points and warm-up."""
+    lanes = Lanes(traces, ScenarioConfig(concurrency=concurrency), 0.0)
+    cache = PrefixCache()
+    running: list[tuple[float, int, Lane, Turn]] = []
+    seen: dict[int, tuple[int, int, int]] = {}
+    now, count, end = 0.0, 0, math.inf
+
+    def send(lane: Lane, turn: Turn, num_output: int) -> None:
+        nonlocal count
+        hit = cache.match(lane.session.uid, turn.request.hash_ids)
+        cache.insert(lane.session.uid, turn.request.hash_ids)
+        new = (len(turn.request.hash_ids) - hit) * 64
+        count += 1
+        done = now + TTFT_S + new / PREFILL_TOKENS_PER_S + num_output * ITL_S
+        if end < math.inf and done <= end:
+            seen[count] = (turn.request.num_input, num_output, new)
+        heapq.heappush(running, (done, count, lane, turn))
+
+    def pump() -> None:
+        nonlocal now
+        while True:
+            while (taken := lanes.take_due(now)) is not None:
+                send(*taken, taken[1].request.num_output)
+            if not running:
+                lanes.cap_idle(now)
+            then = min(running[0][0] if running else math.inf, lanes.due_at())
+            if then > end or then == math.inf:
+                return
+            now = then
+            if running and running[0][0] <= now:
+                _, _, lane, turn = heapq.heappop(running)
+                if uid := lanes.complete(lane, turn.stream_idx, now, refill=True):
+                    cache.drop(uid)
+
+    for lane in lanes.lanes:
+        for turn in lane.session.primers():
+            send(lane, turn, 1)
+    running.clear()
+    pump()
+    lanes.begin_profile(now)
+    end = now + 3600.0
+    pump()
+    inputs, outputs, new = np.array(list(seen.values())).T
+    return {
+        "hour: input mean": float(inputs.mean()),
+        "hour: input p50": float(np.percentile(inputs, 50)),
+        "hour: input p90": float(np.percentile(inputs, 90)),
+        "hour: output mean": float(outputs.mean()),
+        "hour: output p50": float(np.percentile(outputs, 50)),
+        "hour: output p90": float(np.percentile(outputs, 90)),
+        "hour: prefix-cache hit": 1.0 - float(new.sum() / inputs.sum()),
+    }
+
+
+def measure(recipe: Recipe, seed: int) -> dict[str, float]:
+    """All figures of one corpus, the hour's among them."""
+    traces = SyntheticTraces(NUM_SESSIONS, seed, recipe)
+    corpus = Corpus.of(traces[idx] for idx in range(len(traces)))
+    return corpus.statistics() | hour_profile(traces)
+
+
+# ---------------------------------------------------------------- fit
+
+
+def fit(recipe: Recipe, num_steps: int) -> Recipe:
+    """Turns every dial by what its own target is off over TRAINING_SEEDS, num_steps times; prints how far off."""
+    for step in range(num_steps + 1):
+        rows = [measure(recipe, seed) for seed in TRAINING_SEEDS]
+        mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+        off = {target.name: math.log(mean[target.name] / target.published) for target in (*TARGETS, *HOUR)}
+        print(f"step {step}:", *(f"{dial.target} {off[dial.target]:+.1%}," for dial in DIALS), flush=True)
+        if step < num_steps:
+            for dial in DIALS:
+                recipe = moved(recipe, dial.parameter, -dial.gain * DAMPING * off[dial.target])
+    return recipe
+
+
+# ---------------------------------------------------------------- check
+
+
+def starmap(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    with multiprocessing.Pool(2) as pool:
+        return pool.starmap(function, jobs, chunksize=1)
+
+
+def check(recipe: Recipe, seeds: Sequence[int]) -> list[str]:
+    """Prints the table of medians over `seeds`; returns what is off by more than it may be."""
+    rows = starmap(measure, [(recipe, seed) for seed in seeds])
+    wrong = []
+    print(
+        f"{'over ' + str(len(seeds)) + ' seeds':34}{'published':>12}{'median':>14}{'off':>8}{'worst seed':>12}"
+    )
+    for target in (*TARGETS, *HOUR):
+        values = [row[target.name] for row in rows]
+        median = statistics.median(values)
+        off = median / target.published - 1
+        worst = max((value / target.published - 1 for value in values), key=abs)
+        print(f"{target.name:34}{target.published:>12,.6g}{median:>14,.6g}{off:>+8.1%}{worst:>+12.1%}")
+        if target.tolerance is not None and abs(off) > target.tolerance + 1e-12:
+            wrong.append(f"{target.name}: median off by {off:+.1%}, allowed {target.tolerance:.1%}")
+        if target.tolerance is not None and target in TARGETS and abs(worst) > MAX_SINGLE:
+            wrong.append(f"{target.name}: one seed off by {worst:+.1%}, allowed {MAX_SINGLE:.0%}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["fit", "check"])
+    parser.add_argument("--steps", type=int, default=3, help="iterations of the fit")
+    parser.add_argument("--seeds", type=int, nargs="*", default=CHECK_SEEDS, help="of the check")
+    arguments = parser.parse_args()
+    if arguments.command == "fit":
+        recipe = fit(Recipe(), arguments.steps)
+        for dial in DIALS:
+            print(f"{dial.parameter} = {get(recipe, dial.parameter):.4g}")
+        return 0
+    wrong = check(Recipe(), arguments.seeds)
+    print("\n".join(wrong) or "every median and every seed within its bounds")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
