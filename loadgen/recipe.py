@@ -71,34 +71,35 @@ class Recipe:
     min_turns: int = 20
     max_turns: int = 3000
     shared_prefix: int = 17_000
-    start_context: LogNormal = LogNormal(62_000, 0.45)
+    start_context: LogNormal = LogNormal(67_000, 0.45)
     output: LogNormal = LogNormal(616, 1.33)
-    pace_growth: float = 0.22
+    pace_growth: float = 0.26
     appended: LogNormal = LogNormal(600, 1.28)
     narrow_window: LogNormal = LogNormal(164_000, 0.05)
     wide_window: LogNormal = LogNormal(900_000, 0.10)
-    wide_turns: float = 154.0
-    wide_sharpness: float = 14.0
-    compaction_probability: float = 0.0024
-    compacted_context: LogNormal = LogNormal(99_000, 0.2)
+    wide_turns: float = 155.0
+    wide_sharpness: float = 20.0
+    compaction_probability: float = 0.0023
+    compacted_context: LogNormal = LogNormal(106_000, 0.2)
     gap_s: LogPieces = LogPieces(
-        ((0.5, 4.8), (0.9, 123.0), (0.955, 250.0), (0.99, 3150.0), (0.999, 63_000.0), (0.9999, 604_800.0))
+        ((0.5, 4.8), (0.9, 123.0), (0.955, 250.0), (0.99, 3150.0), (0.999, 58_000.0), (0.9999, 604_800.0))
     )
     subagent_share: float = 0.445
-    groups: LogNormal = LogNormal(4.0, 1.1)
+    groups: LogNormal = LogNormal(4.0, 1.07)
     max_groups: int = 100
     group_growth: float = 0.6
     group_requests: LogPieces = LogPieces(((0.5, 16), (0.9, 48), (0.99, 200), (0.9999, 789)))
     max_group_requests: int = 789
     group_start_context: LogNormal = LogNormal(18_000, 0.55)
-    group_output: LogNormal = LogNormal(335, 1.33)
-    group_appended: LogNormal = LogNormal(1_150, 1.1)
+    group_compacted_context: LogNormal = LogNormal(55_000, 0.4)
+    group_output: LogNormal = LogNormal(343, 1.33)
+    group_appended: LogNormal = LogNormal(1_170, 1.1)
     group_gap_s: LogNormal = LogNormal(2.0, 1.2)
     fan_out: LogNormal = LogNormal(3, 0.6)
     max_concurrent_groups: int = 10
     in_flight_share: float = 1 / 3
     join_next_share: float = 0.7
-    max_output: int = 18_000
+    max_output: int = 17_000
     # How long recorded calls took: no published figure fixes it, it only shapes which of them overlap.
     output_tokens_per_s: LogNormal = LogNormal(75, 0.25)
     prefill_tokens_per_s: float = 20_000.0

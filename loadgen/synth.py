@@ -74,7 +74,9 @@ class _Session:
         recipe = self.recipe
         prefix = self._new_blocks(_num_blocks(recipe.shared_prefix))
         outputs = self._outputs(recipe.output, self.num_turns)
-        prompts = self._prompts(prefix, self.start_context, outputs, recipe.appended)
+        prompts = self._prompts(
+            prefix, self.start_context, outputs, recipe.appended, recipe.compacted_context
+        )
         gaps = recipe.gap_s.draws(self.rng, self.num_turns)
         fan_outs = self._fan_outs()
         entries: list[TraceRequest | SubagentEntry] = []
@@ -137,7 +139,9 @@ class _Session:
         count = min(size, recipe.max_group_requests)
         outputs = self._outputs(recipe.group_output, count)
         start_context = recipe.group_start_context.draw(self.rng)
-        prompts = self._prompts(self._new_blocks(0), start_context, outputs, recipe.group_appended)
+        prompts = self._prompts(
+            self._new_blocks(0), start_context, outputs, recipe.group_appended, recipe.group_compacted_context
+        )
         gaps = recipe.group_gap_s.draws(self.rng, count)
         now, cached = start, 0
         requests = []
@@ -181,7 +185,9 @@ class _Session:
         limited: Ints = np.clip(draws, 1, self.recipe.max_output).astype(np.int64)
         return limited
 
-    def _prompts(self, prefix: HashIds, start: float, outputs: Ints, appended: LogNormal) -> list[HashIds]:
+    def _prompts(
+        self, prefix: HashIds, start: float, outputs: Ints, appended: LogNormal, compacted: LogNormal
+    ) -> list[HashIds]:
         """Block identities of each prompt of a stream. A prompt extends the one before until a compaction, which
         keeps the shared prefix and starts over behind it. Prompts of one lineage are views of one array."""
         recipe, rng = self.recipe, self.rng
@@ -193,7 +199,7 @@ class _Session:
         for idx in range(len(outputs) - 1):
             blocks = lineages[-1][-1] + _num_blocks(float(new[idx]))
             if blocks > most or compacts[idx]:
-                blocks = min(max(_num_blocks(recipe.compacted_context.draw(rng)), fewest), most)
+                blocks = min(max(_num_blocks(compacted.draw(rng)), fewest), most)
                 lineages.append([blocks])
             else:
                 lineages[-1].append(blocks)
