@@ -32,11 +32,11 @@ from loadgen.moe_table import TableTier
 from loadgen.profiles import RunProfile, run_profile
 from loadgen.replay import Replay
 from loadgen.report import build_report, write_report
+from loadgen.routing_model import ROUTINGS
 from loadgen.scenario import SCENARIO
 from loadgen.service_count import ServiceCount
 from loadgen.speculation import Speculation
 from loadgen.synth import SyntheticTraces
-from megamoe import DISTRIBUTIONS
 from megamoe.errors import ConfigError, MegaMoeError, must_be
 
 EXIT_FAILED = 1
@@ -109,7 +109,7 @@ def main(
     step_retries: Annotated[
         int | None, typer.Option(help="tries more of a failed step before its requests fail [1]")
     ] = None,
-    routing: Annotated[str, typer.Option(help=f"expert ids: {', '.join(DISTRIBUTIONS)}")] = "uniform",
+    routing: Annotated[str, typer.Option(help=f"expert ids: {', '.join(ROUTINGS)}")] = "uniform",
     streaming: Annotated[
         bool | None, typer.Option("--streaming/--no-streaming", help="locked on by the scenario")
     ] = None,
@@ -171,8 +171,8 @@ def main(
             raise ConfigError(
                 must_be("routing", "'uniform' with --moe-time: tables hold no other", repr(routing))
             )
-        if routing not in DISTRIBUTIONS:
-            raise ConfigError(must_be("routing", f"one of {', '.join(DISTRIBUTIONS)}", repr(routing)))
+        if routing not in ROUTINGS:
+            raise ConfigError(must_be("routing", f"one of {', '.join(ROUTINGS)}", repr(routing)))
         options = Options(
             target=target,
             out=out,
