@@ -180,7 +180,12 @@ def plan_bundle(deployment: Deployment) -> Bundle:
         runtimes.append(RuntimeSpec(Path.FIXED_SLOT, slots))
     else:
         reasons[Path.FIXED_SLOT] = "fixed_slot_max is 0"
-    if capacity >= deployment.large_m_capacity:
+    least = deployment.large_m_min_tokens
+    if least > deployment.large_m_capacity:
+        reasons[Path.LARGE_M] = (
+            f"no step would take it: large_m_min_tokens {least} is above large_m_capacity {deployment.large_m_capacity}"
+        )
+    elif capacity >= deployment.large_m_capacity:
         runtimes.append(RuntimeSpec(Path.LARGE_M, deployment.large_m_capacity))
     else:
         reasons[Path.LARGE_M] = (

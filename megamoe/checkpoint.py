@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megamoe.errors import BindingError, must_be
+from megamoe.mx import SCALE_NAN
 from megamoe.shape import MoeShape
 from megamoe.weights import LayerWeights, wanted_shapes
 
@@ -56,4 +57,14 @@ def load_layer(folder: Path, shape: MoeShape, layer_idx: int, *, rank: int) -> L
                 tensors[name] = stored[start:stop].contiguous()
     except SafetensorError as error:
         raise BindingError(f"{path.name} must be a safetensors file, got: {error}") from error
+    for name in ("w13_scales", "w2_scales"):
+        scales = tensors[name]
+        nan = (
+            (scales.view(torch.uint8) == SCALE_NAN).flatten(1).any(1) if scales.dtype.itemsize == 1 else None
+        )
+        if nan is not None and nan.any():
+            experts = (start + nan.nonzero().flatten()).tolist()
+            raise BindingError(
+                must_be(f"{name} of {path.name}", "without NaN (0xFF)", f"it in experts {experts[:8]}")
+            )
     return LayerWeights(**tensors)

@@ -224,9 +224,7 @@ class ServiceConfig(BaseModel):
             raise ConfigError(must_be("metrics_port", "below 65536 for every rank", self.metrics_port))
         least = self.row_bytes + 64 * 1024
         if self.message_bytes < least:
-            raise ConfigError(
-                must_be("max_message_bytes", f"at least {least}, one row", self.max_message_bytes)
-            )
+            raise ConfigError(must_be("max_message_bytes", f"at least {least}, one row", self.message_bytes))
         if self.checkpoint and not Path(self.checkpoint).is_dir():
             raise ConfigError(must_be("checkpoint", "a folder of safetensors files", self.checkpoint))
         return self

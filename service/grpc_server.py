@@ -84,10 +84,11 @@ def listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
     """Bind and return the port. Raises ConfigError when it is taken."""
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise ConfigError(f"{what} {host}:{port} must be free to listen on, got: {error}") from error
+    except RuntimeError:  # it says no reason, only where gRPC would log one
+        bound = 0
     if not bound:
-        raise ConfigError(must_be(f"{what} {host}:{port}", "free to listen on", "an address in use"))
+        taken = "an address in use, or none of this machine"
+        raise ConfigError(must_be(f"{what} {host}:{port}", "free to listen on", taken))
     return bound
 
 

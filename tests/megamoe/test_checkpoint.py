@@ -45,3 +45,19 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     layer_file(tmp_path, 0).write_bytes(b"not a safetensors file")
     with pytest.raises(BindingError, match="must be a safetensors file"):
         load_layer(tmp_path, SHAPE, 0, rank=0)
+    whole_file = save_layer(tmp_path, 0, random_layer_weights(SHAPE, seed=3)).read_bytes()
+    for num_bytes in (0, 7, len(whole_file) // 2, len(whole_file) - 1):
+        layer_file(tmp_path, 0).write_bytes(whole_file[:num_bytes])
+        with pytest.raises(BindingError, match="must be a safetensors file"):
+            load_layer(tmp_path, SHAPE, 0, rank=0)
+
+
+def test_a_scale_of_nan_is_refused_naming_its_expert(tmp_path: Path) -> None:
+    """One bad byte would make every token of an expert NaN, long after the service said that it is ready."""
+    weights = random_layer_weights(SHAPE, seed=3)
+    weights.w2_scales.view(torch.uint8)[5, 3, 0] = 0xFF
+    save_layer(tmp_path, 0, weights)
+    owner = 5 // SHAPE.num_experts_per_rank
+    with pytest.raises(BindingError, match=r"w2_scales of layer-00000.* got it in experts \[5\]"):
+        load_layer(tmp_path, SHAPE, 0, rank=owner)
+    load_layer(tmp_path, SHAPE, 0, rank=owner - 1)

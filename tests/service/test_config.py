@@ -91,6 +91,9 @@ def test_shape_preset_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         load_config()
 
 
+SMALL = {"hidden": 64, "intermediate": 32, "num_experts": 8, "num_topk": 2}
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -98,6 +101,24 @@ def test_shape_preset_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         ({"shape": "huge"}, "shape preset must be one of .*, got 'huge'"),
         ({"shape": {"hiden": 3}}, r"shape must be a table of hidden, .*, got \['hiden'\]"),
         ({"num_ranks": 3}, "num_ranks must be 1, 2, 4 or 8"),
+        ({"step_timeout_s": float("inf")}, "step_timeout_s: .* less than or equal to 86400, got inf"),
+        ({"lease_timeout_s": 1e300}, "lease_timeout_s: .* less than or equal to 86400"),
+        ({"stop_timeout_s": float("nan")}, "stop_timeout_s: "),
+        ({"rank_cpus": float("inf")}, "rank_cpus: .* finite"),
+        ({"max_step_rows": 2**31}, "max_step_rows: .* less than or equal to 2147483647"),
+        ({"max_message_bytes": 100}, "max_message_bytes must be at least 66096, one row, got 100"),
+        ({"max_message_bytes": 2**31}, "max_message_bytes: .* less than or equal to 2147483647"),
+        ({"host": ""}, "host: "),
+        ({"host": "a b"}, "host: "),
+        ({"shape": SMALL | {"hidden": "64"}}, "hidden must be a whole number, got '64'"),
+        ({"shape": SMALL | {"hidden": 64.0}}, "hidden must be a whole number, got 64.0"),
+        ({"shape": SMALL | {"num_topk": True}}, "num_topk must be a whole number, got True"),
+        ({"shape": SMALL | {"swiglu_limit": "10"}}, "swiglu_limit must be a number, got '10'"),
+        (
+            {"shape": SMALL | {"fused_shared_expert": "no"}},
+            "fused_shared_expert must be true or false, got 'no'",
+        ),
+        ({"shape": SMALL | {"name": "x" * 101}}, "name must be a name of 1 to 100 characters"),
         ({"port": 70000}, "port: .*less than or equal to 65535, got 70000"),
         ({"launcher": "slurm"}, "launcher: .*'ray' or 'local', got 'slurm'"),
         ({"max_tokens_per_rank": 100}, "max_tokens_per_rank must be a power of two"),
@@ -125,6 +146,12 @@ def test_misspelled_variables_and_files_are_refused(tmp_path: Path, monkeypatch:
     (tmp_path / "c.yaml").write_text("portt: 3")
     with pytest.raises(ConfigError, match="portt must be a known setting"):
         load_config(tmp_path / "c.yaml")
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGAMOE_SMALL_M_CAPACITIES", "16;32")
+        with pytest.raises(
+            ConfigError, match="lists and tables in variables must be JSON, .*small_m_capacities"
+        ):
+            load_config()
     monkeypatch.setenv("MEGAMOE_PROT", "3")
     with pytest.raises(ConfigError, match="got MEGAMOE_PROT"):
         load_config()

@@ -30,14 +30,14 @@ class Served:
     rank: FakeRank
     front: FrontGroup
 
-    def submit(self) -> Future[Any]:
+    def submit(self, layer_idx: int = 0, phase: Phase = Phase.DECODE) -> Future[Any]:
         batch = MoeBatch.of(
             SHAPE,
             torch.zeros(2, SHAPE.hidden, dtype=torch.bfloat16),
             torch.zeros(2, SHAPE.num_topk, dtype=torch.int32),
             torch.zeros(2, SHAPE.num_topk),
         )
-        job = StepJob(layer_idx=0, batches=(batch,), phases=(Phase.DECODE,), timeout_s=5.0)
+        job = StepJob(layer_idx=layer_idx, batches=(batch,), phases=(phase,), timeout_s=5.0)
         return self.front.forward_step(job, lambda done: done.sequence)
 
 
@@ -55,6 +55,17 @@ def until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def test_calls_run_in_order_of_arrival_whatever_their_phase(served: Served) -> None:
+    """Long prefill steps cannot starve decode, nor the other way round: each waits for those before it only."""
+    served.rank.hold.clear()
+    phases = [Phase.PREFILL, Phase.PREFILL, Phase.DECODE, Phase.PREFILL, Phase.DECODE, Phase.DECODE]
+    calls = [served.submit(idx, phase) for idx, phase in enumerate(phases)]
+    served.rank.hold.set()
+    assert [call.result(5) for call in calls] == list(range(11, 17)), "one sequence after the other"
+    heads = [item for item in served.rank.seen if isinstance(item, LayerHead)]
+    assert [head.layer_idx for head in heads] == list(range(6))
 
 
 def test_the_lease_goes_back_although_the_last_callers_went_away(served: Served) -> None:

@@ -48,7 +48,7 @@ def test_each_step_is_served_by_its_runtime(
         small_m_enabled=small_on,
         large_m_capacity=large,
         large_m_enabled=large_on,
-        large_m_min_tokens=min(large_min, large),
+        large_m_min_tokens=large_min,
     )
     bundle, policy = plan_bundle(deployment), PathPolicy.of(deployment)
     steps = warmup.warm_up_steps(bundle, policy)
