@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import grpc
@@ -25,6 +24,7 @@ from service import codec, wire
 from service.config import ServiceConfig
 from service.front_group import FrontGroup, StepDone, StepJob
 from service.grpc_server import ADMIN_SERVICE, LAYER_SERVICE, Health, listen, make_server, unary
+from service.http_server import HttpServer
 from service.info import State, built_paths, service_info
 from service.pb import moe_pb2 as pb
 from service.rank_server import layer_result
@@ -41,7 +41,7 @@ class Front:
         self.group: FrontGroup | None = None
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
-        self._http: ThreadingHTTPServer | None = None
+        self._http: HttpServer | None = None
 
     async def start(self) -> tuple[int, int]:
         """Listen; returns the gRPC and the HTTP port. Raises ConfigError when one is taken."""
@@ -70,8 +70,7 @@ class Front:
         if self._server:
             await self._server.stop(1.0)
         if self._http:
-            self._http.shutdown()
-            self._http.server_close()
+            self._http.close()
 
     # ------------------------------------------------------------------------------ MoELayer
 
@@ -151,8 +150,6 @@ class Front:
         class Handler(BaseHTTPRequestHandler):
             """GET only."""
 
-            timeout = 10.0
-
             def do_GET(self) -> None:
                 status, content_type, body = front.http_answer(self.path)
                 self.send_response(status)
@@ -165,13 +162,11 @@ class Front:
                 """Probes come every few seconds: not logged."""
 
         try:
-            self._http = ThreadingHTTPServer((self.config.host, self.config.http_port), Handler)
+            self._http = HttpServer(self.config.host, self.config.http_port, Handler, "front http")
         except OSError as error:
             where = f"http_port {self.config.host}:{self.config.http_port}"
             raise ConfigError(f"{where} must be free to listen on, got: {error.strerror}") from error
-        self._http.daemon_threads = True
-        threading.Thread(target=self._http.serve_forever, name="front http", daemon=True).start()
-        return int(self._http.server_address[1])
+        return int(self._http.start().server_port)
 
     def http_answer(self, path: str) -> tuple[int, str, bytes]:
         """(status, content type, body) of a GET. /healthz: this process answers; /readyz: steps make progress."""

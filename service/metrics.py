@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 
 from megamoe import (
     Bundle,
@@ -29,6 +29,7 @@ from megamoe import (
     plan_layout,
 )
 from megamoe.errors import ERROR_BY_CODE, ConfigError
+from service.http_server import HttpServer
 
 SECONDS_BUCKETS = tuple(
     round(digit * 10.0**power, 9)
@@ -96,7 +97,7 @@ class RankMetrics:
         self._labels = {"rank": str(rank), "model_name": model_name}
         self._last_path: Path | None = None
         self._balance_at = 0.0
-        self._server: Any = None
+        self._server: HttpServer | None = None
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._define()
         self._thread = threading.Thread(target=self._observe, name="metrics", daemon=True)
@@ -284,12 +285,14 @@ class RankMetrics:
     def serve(self, host: str, port: int) -> int:
         """Serve /metrics; returns the port (a free one for 0). Raises ConfigError when it is taken."""
         try:
-            self._server, _ = start_http_server(port, host, registry=self.registry)
+            self._server = HttpServer(
+                host, port, MetricsHandler.factory(self.registry), f"metrics {self.rank}"
+            )
         except OSError as error:
             raise ConfigError(
                 f"metrics_port {host}:{port} must be free to listen on, got: {error.strerror or error}"
             ) from error
-        return int(self._server.server_port)
+        return int(self._server.start().server_port)
 
     def flush(self, timeout_s: float = 5.0) -> None:
         """Return when everything recorded before is observed."""
@@ -304,8 +307,7 @@ class RankMetrics:
             self._todo.put(_STOP)
             self._thread.join(5.0)
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
             self._server = None
 
     def _observe(self) -> None:
