@@ -20,11 +20,12 @@ from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
 from megamoe.routing import DISTRIBUTIONS, route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
-from megamoe.shm import SharedSegment, Word, fence, shm_free_bytes, unlink_all
+from megamoe.shm import SHM_DIR, SharedSegment, Word, fence, shm_free_bytes, unlink_all
 from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
 from megamoe.weights import LayerWeights, random_layer_weights, shard
 
 __all__ = [
+    "SHM_DIR",
     "DISTRIBUTIONS",
     "MX_BLOCK",
     "BenchConfig",

@@ -32,6 +32,7 @@ from service.config import threads_per_rank
 from service.grpc_server import LAYER_SERVICE, Health, listen, make_server
 from service.info import Addresses, State, service_info
 from service.launcher import RankSpec, RankUp, up_to_json
+from service.leftovers import remove_leftovers
 from service.metrics import Balance, RankMetrics
 from service.rank_rings import SERVICER_RING, ring_specs
 from service.rank_server import RankServicer
@@ -308,6 +309,7 @@ def _follow(process: RankProcess) -> None:
     process.stop()
     if not asked:
         unlink_all(process.spec.group_name)
+        remove_leftovers()
     if not process.is_up:
         os._exit(1)
 

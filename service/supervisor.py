@@ -18,7 +18,7 @@ from typing import Any
 
 from megamoe import PathPolicy, unlink_all
 from megamoe.errors import MegaMoeError, UnavailableError
-from service import warmup
+from service import leftovers, warmup
 from service.board import FIRST_RING_WRITER, Board
 from service.config import ServiceConfig
 from service.front import Front
@@ -67,6 +67,9 @@ class Supervisor:
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 loop.add_signal_handler(number, self.stop)
         launcher: Launcher | None = None
+        leftovers.remove_leftovers()
+        mark = contextlib.ExitStack()
+        mark.enter_context(leftovers.marked(self._name))
         try:
             port, http_port = await self.front.start()
             host = self.config.public_host
@@ -84,6 +87,7 @@ class Supervisor:
                 await asyncio.to_thread(launcher.stop, timeout_s=self.config.stop_timeout_s)
                 await asyncio.to_thread(launcher.close)
             self._clean_up()
+            mark.close()
             await self.front.stop()
 
     async def _serve_groups(self, launcher: Launcher) -> None:

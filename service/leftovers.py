@@ -1,0 +1,62 @@
+"""Shared memory of services that were killed together with all their ranks: the next start on the machine removes it.
+
+A service marks itself with a file of its name in /dev/shm that it keeps locked; the kernel unlocks it however the
+service ends. Who finds a mark without a lock knows that its memory belongs to nobody. (When only the supervisor is
+killed its ranks clean up themselves; when a rank is killed the supervisor does.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megamoe import SHM_DIR, unlink_all
+
+log = logging.getLogger("megamoe.supervisor")
+
+_MARK = "megamoe-alive-"
+
+
+@contextlib.contextmanager
+def marked(service: str) -> Iterator[None]:
+    """The service with this name (prefix of all its segments) lives."""
+    path = SHM_DIR / f"{_MARK}{service}"
+    draft = SHM_DIR / f"{_MARK}draft-{os.getpid()}-{service}"
+    fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        draft.rename(path)  # locked before anyone can find it
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the segments of services that live no more; returns their names."""
+    removed: list[str] = []
+    for path in sorted(SHM_DIR.glob(f"{_MARK}megamoe-*")):
+        with contextlib.suppress(OSError):  # it ended just now, or belongs to another user
+            if _is_locked(path):
+                continue
+            removed += unlink_all(path.name.removeprefix(_MARK))
+            path.unlink()
+    if removed:
+        log.warning("removed %d segments that killed services had left in %s", len(removed), SHM_DIR)
+    return removed
+
+
+def _is_locked(path: Path) -> bool:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
