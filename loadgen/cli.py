@@ -25,6 +25,8 @@ from rich.logging import RichHandler
 
 from loadgen import cli_traces
 from loadgen.attention_time import Stragglers
+from loadgen.cli_engine import engine
+from loadgen.cli_exit import EXIT_REFUSED, exit_status
 from loadgen.display import final_tables, watch
 from loadgen.live import LiveTier
 from loadgen.moe_source import SimulatedMoe, open_moe
@@ -39,13 +41,10 @@ from loadgen.speculation import Speculation
 from loadgen.synth import SyntheticTraces
 from megamoe.errors import ConfigError, MegaMoeError, must_be
 
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
-EXIT_CANCELLED = 130
-
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(cli_traces.synth)
 app.command()(cli_traces.stats)
+app.command()(engine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,13 +280,6 @@ async def run(options: Options, console: Console) -> int:
         if crash is not None:
             raise crash
     return exit_status(report)
-
-
-def exit_status(report: dict[str, Any]) -> int:
-    """What the process tells its caller."""
-    if report["run_aborted"] or report["requests"]["failed"] or report["service_steps_match"] is False:
-        return EXIT_FAILED
-    return EXIT_CANCELLED if report["run_cancelled"] else 0
 
 
 @contextlib.contextmanager

@@ -54,18 +54,25 @@ def build_report(
     not_counted: str = "",
     simulated: dict[str, Any] | None = None,
     attention: AttentionTime | None = None,
+    scenario: str = SCENARIO,
+    invalid_reasons: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The report as JSON values. counted: what the service counted in the run; None = not known, for the reason
-    not_counted. simulated: what the MoE time was taken from; None = a service served it."""
+    not_counted. simulated: what the MoE time was taken from; None = a service served it. invalid_reasons: why this is
+    no valid submission, beyond what config and run tell."""
     requests = successful(record)
     latency = latency_figures(requests)
     profile_steps = [step for step in record.steps if step.run_phase is RunPhase.PROFILE]
     check = compare(record, counted, not_counted)
     sent = accounting(record)
-    reasons = list(config.invalid_reasons) + _reasons_of_run(record, config, sent, simulated)
+    reasons = [
+        *invalid_reasons,
+        *config.invalid_reasons,
+        *_reasons_of_run(record, config, sent, simulated),
+    ]
     return {
         "schema": SCHEMA,
-        "scenario": SCENARIO,
+        "scenario": scenario,
         "submission_valid": not reasons,
         "submission_invalid_reasons": reasons,
         "run_cancelled": record.cancelled,

@@ -60,7 +60,7 @@ def provide(tool_name: str, tools: Path = TOOLS) -> dict[str, Path]:
     if all(on_path.values()):
         return {name: Path(path) for name, path in on_path.items() if path}
     folder = tools / tool_name
-    with _lock(tools):
+    with lock(tools):
         if not _is_complete(folder, tool):
             _unpack(tool, folder, tools)
     return {name: folder / program for name, program in zip(tool.names, tool.programs, strict=True)}
@@ -76,7 +76,7 @@ def _stamp_text(tool: DebianTool) -> str:
 
 
 @contextmanager
-def _lock(tools: Path) -> Iterator[None]:
+def lock(tools: Path) -> Iterator[None]:
     """One unpacking at a time, also between processes."""
     tools.mkdir(parents=True, exist_ok=True)
     with (tools / ".lock").open("w") as file:
@@ -97,7 +97,7 @@ def _unpack(tool: DebianTool, folder: Path, tools: Path) -> None:
         debs.mkdir()
         _download(tool.packages, debs, tools)
         for deb in sorted(debs.glob("*.deb")):
-            _run(["dpkg-deb", "-x", str(deb), str(tree)])
+            run(["dpkg-deb", "-x", str(deb), str(tree)])
         for program in tool.programs:
             _probe(tree / program)
         (tree / ".stamp").write_text(_stamp_text(tool))
@@ -110,24 +110,24 @@ def _download(packages: Sequence[str], into: Path, tools: Path) -> None:
     """Download the packages; when apt knows nothing of them, fetch package lists of our own first."""
     as_root = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
     try:
-        _run(["apt-get", *as_root, "download", *packages], cwd=into)
+        run(["apt-get", *as_root, "download", *packages], cwd=into)
     except ToolError:
         state = tools / "apt"
         for sub in ("lists/partial", "cache/archives/partial"):
             (state / sub).mkdir(parents=True, exist_ok=True)
         own = ["-o", f"Dir::State::lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}"]
-        _run(["apt-get", *as_root, *own, "update"])
-        _run(["apt-get", *as_root, *own, "download", *packages], cwd=into)
+        run(["apt-get", *as_root, *own, "update"])
+        run(["apt-get", *as_root, *own, "download", *packages], cwd=into)
 
 
 def _probe(program: Path) -> None:
     """A program that does not even print its version misses a library: say so now, not in a test."""
     if not program.exists():
         raise ToolError(f"{program.name} is not in the package; KNOWN must say where it is")
-    _run([str(program), "--version"], timeout_s=PROBE_TIMEOUT_S)
+    run([str(program), "--version"], timeout_s=PROBE_TIMEOUT_S)
 
 
-def _run(command: Sequence[str], cwd: Path | None = None, timeout_s: float = DOWNLOAD_TIMEOUT_S) -> None:
+def run(command: Sequence[str], cwd: Path | None = None, timeout_s: float = DOWNLOAD_TIMEOUT_S) -> None:
     """Run a command. Raises ToolError with the command and the end of what it said."""
     try:
         done = subprocess.run(

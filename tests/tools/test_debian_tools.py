@@ -26,7 +26,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             program.parent.mkdir(parents=True)
             program.write_text("")
 
-    monkeypatch.setattr(debian_tools, "_run", run)
+    monkeypatch.setattr(debian_tools, "run", run)
     monkeypatch.setattr(debian_tools, "KNOWN", {"x": DebianTool(("x",), ("usr/bin/x",))})
     monkeypatch.setattr(
         debian_tools.shutil, "which", lambda name: None if name == "x" else f"/usr/bin/{name}"
@@ -62,7 +62,7 @@ def test_a_half_made_folder_is_not_taken(commands: list[list[str]], tmp_path: Pa
 def test_lists_are_fetched_when_apt_knows_nothing(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = debian_tools._run
+    works = debian_tools.run
     updated: list[bool] = []
 
     def run(command: list[str], cwd: Path | None = None, timeout_s: float = 0) -> None:
@@ -73,7 +73,7 @@ def test_lists_are_fetched_when_apt_knows_nothing(
             raise ToolError("E: Unable to locate package x")
         works(command, cwd, timeout_s)
 
-    monkeypatch.setattr(debian_tools, "_run", run)
+    monkeypatch.setattr(debian_tools, "run", run)
     assert provide("x", tmp_path)["x"].exists()
     assert updated
 
@@ -86,7 +86,7 @@ def test_no_apt_at_all_says_what_is_needed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_failing_command_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match="exit status 3: no such thing"):
-        debian_tools._run(["sh", "-c", "echo no such thing >&2; exit 3"])
+        debian_tools.run(["sh", "-c", "echo no such thing >&2; exit 3"])
 
 
 def test_unknown_tool_is_refused(tmp_path: Path) -> None:
