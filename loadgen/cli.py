@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ from rich.logging import RichHandler
 from loadgen import cli_traces
 from loadgen.attention_time import Stragglers
 from loadgen.cli_engine import engine
-from loadgen.cli_exit import EXIT_REFUSED, exit_status
+from loadgen.cli_exit import EXIT_CANCELLED, EXIT_FAILED, EXIT_REFUSED, exit_status
 from loadgen.display import final_tables, watch
 from loadgen.live import LiveTier
 from loadgen.moe_source import SimulatedMoe, open_moe
@@ -35,10 +35,11 @@ from loadgen.profiles import RunProfile, run_profile
 from loadgen.replay import Replay
 from loadgen.report import build_report, write_report
 from loadgen.routing_model import ROUTINGS
-from loadgen.scenario import SCENARIO
+from loadgen.scenario import AGENTX, FIXED, SCENARIOS
 from loadgen.service_count import ServiceCount
 from loadgen.speculation import Speculation
-from loadgen.synth import SyntheticTraces
+from loadgen.trace_file import FileTraces
+from loadgen.workload import Workload
 from megamoe.errors import ConfigError, MegaMoeError, must_be
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -61,12 +62,13 @@ class Options:
     scenario: dict[str, Any]
     tier: dict[str, Any]
     num_drafts: int | None
+    workload: Workload = field(default_factory=Workload)
     simulated: SimulatedMoe | None = None
     num_micro_batches: int = 1
 
     def resolve(self, service_profile: str) -> RunProfile:
         """The settings of the run. Raises ConfigError naming the field."""
-        base = run_profile(self.profile, service_profile)
+        base = self.workload.settings(run_profile(self.profile, service_profile))
         scenario = base.scenario.with_changes(**self.scenario)
         changes = {name: value for name, value in self.tier.items() if value is not None}
         if self.num_drafts is not None:
@@ -80,7 +82,7 @@ class Options:
 )
 def main(
     context: typer.Context,
-    scenario: Annotated[str, typer.Option(help=f"what to run: {SCENARIO}")] = SCENARIO,
+    scenario: Annotated[str, typer.Option(help=f"what to run: {', '.join(SCENARIOS)}")] = AGENTX,
     target: Annotated[str, typer.Option(help="host:port of the service's front")] = "127.0.0.1:50051",
     out: Annotated[Path, typer.Option(help="folder of the report")] = Path("out/agentx"),
     profile: Annotated[
@@ -90,6 +92,16 @@ def main(
     duration: Annotated[float | None, typer.Option(help="wall seconds of the profile [full: 3600]")] = None,
     seed: Annotated[int | None, typer.Option(help="of traces, starts, rows, acceptance [42]")] = None,
     traces: Annotated[int | None, typer.Option(help="number of synthetic sessions [393]")] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option(help="recorded sessions to play: a file of JSON lines or a folder of .json")
+    ] = None,
+    input_tokens: Annotated[int, typer.Option(help="of a request of --scenario uniform")] = 1024,
+    output_tokens: Annotated[int, typer.Option(help="of a request of --scenario uniform, about")] = 256,
+    rows: Annotated[int, typer.Option(help="of each rank in each step of --scenario fixed")] = 128,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="runs with these concurrencies, by commas (fixed: rows); forbidden by agentx"),
+    ] = None,
     warmup_requests: Annotated[
         int | None, typer.Option(help="requests a lane before the profile, after the primers [full: 10]")
     ] = None,
@@ -112,11 +124,18 @@ def main(
     streaming: Annotated[
         bool | None, typer.Option("--streaming/--no-streaming", help="locked on by the scenario")
     ] = None,
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos/--no-ignore-eos", help="locked on by the scenario")
+    ] = None,
     cache_bust: Annotated[
         bool | None, typer.Option("--cache-bust/--no-cache-bust", help="locked on by the scenario")
     ] = None,
     ignore_delays: Annotated[
         bool | None, typer.Option("--ignore-delays", help="send turns at once; forbidden by the scenario")
+    ] = None,
+    fixed_schedule: Annotated[
+        bool | None,
+        typer.Option("--fixed-schedule", help="send turns at recorded times; forbidden by the scenario"),
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(help="at most so many requests a second; forbidden by the scenario")
@@ -160,8 +179,7 @@ def main(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
     try:
-        if scenario != SCENARIO:
-            raise ConfigError(must_be("scenario", repr(SCENARIO), repr(scenario)))
+        concurrencies = _sweep(sweep)
         if micro_batches < 1 or (moe_time and micro_batches > 1):
             raise ConfigError(must_be("micro_batches", "at least 1, and 1 with --moe-time", micro_batches))
         if paths is not None and not moe_time:
@@ -183,7 +201,9 @@ def main(
             plain=plain,
             num_drafts=drafts,
             scenario={
+                "scenario": scenario,
                 "concurrency": _lanes(concurrency),
+                "sweep": sweep,
                 "duration_wall_s": duration,
                 "seed": seed,
                 "num_traces": traces,
@@ -193,8 +213,10 @@ def main(
                 "grace_wall_s": grace_period,
                 "step_retries": step_retries,
                 "streaming": streaming,
+                "ignore_eos": ignore_eos,
                 "cache_bust": cache_bust,
                 "ignore_delays": ignore_delays,
+                "fixed_schedule": fixed_schedule,
                 "request_rate": request_rate,
                 "unsafe_override": unsafe_override,
             },
@@ -205,27 +227,58 @@ def main(
                 "kv_capacity_tokens": kv_capacity_tokens,
                 "stragglers": Stragglers(share=straggler_share, slowdown=straggler_slowdown),
             },
+            workload=Workload(
+                scenario=scenario,
+                recorded=FileTraces(trace_file) if trace_file is not None else None,
+                input_tokens=input_tokens,
+                output_tokens=output_tokens,
+                rows=rows,
+            ),
             simulated=SimulatedMoe.read(moe_time, paths) if moe_time else None,
             num_micro_batches=micro_batches,
         )
         options.resolve("")  # what is wrong whatever the service says is refused before anything is leased
-        status = asyncio.run(run(options, console))
-    except MegaMoeError as error:
+        status = run_all(options, concurrencies, console)
+    except (MegaMoeError, OSError) as error:
         console.print(f"loadgen: {error}", style="bold red", highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_REFUSED) from None
     raise typer.Exit(status)
 
 
 def _lanes(concurrency: str | None) -> int | None:
-    """One number: the scenario forbids a list of concurrencies."""
+    """One number."""
     if concurrency is None:
         return None
     if "," in concurrency:
-        raise ConfigError(f"scenario {SCENARIO} forbids a list of concurrencies, got {concurrency!r}")
+        raise ConfigError(f"concurrency must be one number, got {concurrency!r}; --sweep takes a list")
     try:
         return int(concurrency)
     except ValueError:
         raise ConfigError(must_be("concurrency", "a whole number", repr(concurrency))) from None
+
+
+def _sweep(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text is not None else ()
+    except ValueError:
+        raise ConfigError(must_be("sweep", "whole numbers with commas between them", repr(text))) from None
+
+
+def run_all(options: Options, sweep: tuple[int, ...], console: Console) -> int:
+    """One run, or one for each concurrency in a folder of its own; the worst exit status. Ctrl-C ends the sweep."""
+    if not sweep:
+        return asyncio.run(run(options, console))
+    statuses = []
+    for number in sweep:
+        scenario = options.scenario | {"concurrency": number}
+        workload = (
+            replace(options.workload, rows=number) if options.workload.scenario == FIXED else options.workload
+        )
+        one = replace(options, out=options.out / f"c{number}", scenario=scenario, workload=workload)
+        statuses.append(asyncio.run(run(one, console)))
+        if statuses[-1] == EXIT_CANCELLED:
+            break
+    return EXIT_FAILED if EXIT_FAILED in statuses else max(statuses)
 
 
 async def run(options: Options, console: Console) -> int:
@@ -233,15 +286,16 @@ async def run(options: Options, console: Console) -> int:
     async with open_moe(
         options.simulated, options.target, holder=options.holder, wait_ready_s=options.wait_ready_s
     ) as (moe, clock):
-        chosen = options.resolve(moe.info.profile)
+        chosen = options.workload.fitted(options.resolve(moe.info.profile), moe.info)
         config = chosen.scenario
-        traces = SyntheticTraces(config.num_traces, config.seed)
+        traces = options.workload.traces(config)
         replay = Replay(
             moe,
             traces,
             config,
             chosen.tier,
             clock,
+            attention=options.workload.attention,
             distribution=options.routing,
             num_micro_batches=options.num_micro_batches,
         )
@@ -251,8 +305,9 @@ async def run(options: Options, console: Console) -> int:
             moe.on_restart = count.restarted
         info = moe.info
         title = (
-            f"{SCENARIO}: {config.concurrency} lanes on {info.model_name} ({info.backend}, {info.num_ranks} ranks, "
-            f"{info.num_layers} layers), time x{config.time_scale:.3g}, tokens x{config.token_scale:.3g}"
+            f"{config.scenario}: {config.concurrency} lanes on {info.model_name} "
+            f"({info.backend}, {info.num_ranks} ranks, {info.num_layers} layers), "
+            f"time x{config.time_scale:.3g}, tokens x{config.token_scale:.3g}"
         )
         crash: Exception | None = None
         with _cancel_on_signals(replay):
@@ -273,6 +328,7 @@ async def run(options: Options, console: Console) -> int:
             distribution=options.routing,
             not_counted=not_counted,
             simulated=moe.description if isinstance(moe, TableTier) else None,
+            attention=options.workload.attention,
         )
         path = write_report(options.out, report, replay.record, config.slice_s)
         console.print(final_tables(report))

@@ -96,6 +96,8 @@ class Lanes:
 
     def cap_idle(self, idle_since: float) -> None:
         """Nothing is in flight anywhere since `idle_since`: what is due later than the system's cap moves up."""
+        if self.config.fixed_schedule:
+            return
         excess = self.due_at() - idle_since - self.config.system_idle_cap_s * self.config.time_scale
         if 0 < excess < math.inf:
             self.num_idle_skips += 1
@@ -138,6 +140,7 @@ class Lanes:
             time_scale=config.time_scale,
             tree_idle_cap_s=config.tree_idle_cap_s,
             without_delays=self._warming or config.ignore_delays,
+            fixed_schedule=config.fixed_schedule,
         )
 
     def _next_trace_idx(self) -> int:

@@ -19,7 +19,7 @@ from loadgen.moe_tier import MoeTier
 from loadgen.prefix_cache import PrefixCache
 from loadgen.records import RequestRecord, RunPhase, RunRecord, Status
 from loadgen.scenario import ScenarioConfig
-from loadgen.session import Turn
+from loadgen.session import Turn, stopped_length
 from loadgen.step_runner import ServiceGoneError, StepRunner, fit_tier, row_source
 from loadgen.tier_step import TierRequest, TierStep
 from loadgen.trace import TraceSource
@@ -186,15 +186,19 @@ class Replay:
 
     def _send(self, lanes: Lanes, lane: Lane, turn: Turn, *, is_primer: bool = False) -> None:
         session, trace = lane.session, lane.session.trace
+        uid = f"{session.uid}/{turn.stream_idx}/{turn.turn_idx}"
+        num_output = turn.request.num_output
+        if not self.config.ignore_eos:
+            num_output = stopped_length(num_output, self.config.seed, uid)
         request = TierRequest(
-            uid=f"{session.uid}/{turn.stream_idx}/{turn.turn_idx}" + ("/primer" if is_primer else ""),
+            uid=uid + ("/primer" if is_primer else ""),
             # The marker of the scenario: what an earlier pass over the same trace has cached is never found again.
             cache_uid=session.uid if self.config.cache_bust else trace.id,
             agent_uid=f"{session.uid}/{turn.stream_idx}",
             hash_ids=turn.request.hash_ids,
             block_size=trace.block_size,
             num_input=turn.request.num_input,
-            num_output=1 if is_primer else turn.request.num_output,
+            num_output=1 if is_primer else num_output,
         )
         hit = self._theoretical.match(request.cache_uid, request.hash_ids)
         self._theoretical.insert(request.cache_uid, request.hash_ids)

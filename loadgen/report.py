@@ -33,7 +33,7 @@ from loadgen.figures import (
 )
 from loadgen.moe_tier import TierInfo
 from loadgen.records import PathTimes, RequestRecord, RunPhase, RunRecord, Status
-from loadgen.scenario import SCENARIO, ScenarioConfig
+from loadgen.scenario import ScenarioConfig
 from loadgen.scrape import Counters, Histogram
 from megamoe import Path as MoePath
 
@@ -54,12 +54,12 @@ def build_report(
     not_counted: str = "",
     simulated: dict[str, Any] | None = None,
     attention: AttentionTime | None = None,
-    scenario: str = SCENARIO,
+    scenario: str | None = None,
     invalid_reasons: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The report as JSON values. counted: what the service counted in the run; None = not known, for the reason
     not_counted. simulated: what the MoE time was taken from; None = a service served it. invalid_reasons: why this is
-    no valid submission, beyond what config and run tell."""
+    no valid submission, beyond what config and run tell. scenario: its name; None = the configured one."""
     requests = successful(record)
     latency = latency_figures(requests)
     profile_steps = [step for step in record.steps if step.run_phase is RunPhase.PROFILE]
@@ -72,7 +72,7 @@ def build_report(
     ]
     return {
         "schema": SCHEMA,
-        "scenario": scenario,
+        "scenario": scenario or config.scenario,
         "submission_valid": not reasons,
         "submission_invalid_reasons": reasons,
         "run_cancelled": record.cancelled,

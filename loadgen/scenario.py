@@ -10,23 +10,28 @@ from dataclasses import dataclass, replace
 
 from megamoe.errors import ConfigError, must_be
 
-SCENARIO = "agentx"
+AGENTX, UNIFORM, FIXED = "agentx", "uniform", "fixed"
+SCENARIOS = (AGENTX, UNIFORM, FIXED)
 MIN_DURATION_S = 900.0
 """Shortest profile that the public harness accepts for this workload; shorter runs are marked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioConfig:
-    """The AgentX scenario. Times are seconds of the recorded world unless a name says wall.
+    """A run of a scenario; the defaults are those of AgentX. Times are recorded seconds unless a name says wall.
 
     concurrency: lanes = live session trees. duration_wall_s: length of the profile. warmup_requests: requests a lane
     after its primers, without delays. time_scale: wall seconds per recorded second, for delays and modelled attention
     time. token_scale: factor on prompt and output lengths. max_failed_share: above it the run is aborted.
     max_overflow_share: above it a submission is invalid. grace_wall_s: how long requests in flight at the end may
-    take to finish. step_retries: how often a failed MoE step is tried again before its requests fail.
+    take to finish. step_retries: how often a failed MoE step is tried again before its requests fail. ignore_eos: off,
+    a request stops at a seeded length below the recorded one. fixed_schedule: turns are due at their recorded times
+    instead of after the live completion of the turn before (and never before it). sweep: the concurrencies, by
+    commas, of which this run is one.
     Raises ConfigError naming the field; for locked fields the sentence says how to go on.
     """
 
+    scenario: str = AGENTX
     concurrency: int = 128
     duration_wall_s: float = 3600.0
     seed: int = 42
@@ -45,12 +50,17 @@ class ScenarioConfig:
     grace_wall_s: float = 30.0
     step_retries: int = 1
     streaming: bool = True
+    ignore_eos: bool = True
     cache_bust: bool = True
     ignore_delays: bool = False
+    fixed_schedule: bool = False
     request_rate: float = 0.0
+    sweep: str = ""
     unsafe_override: bool = False
 
     def __post_init__(self) -> None:
+        if self.scenario not in SCENARIOS:
+            raise ConfigError(must_be("scenario", f"one of {', '.join(SCENARIOS)}", repr(self.scenario)))
         positive = ("duration_wall_s", "time_scale", "token_scale", "slice_s")
         for name in positive:
             if getattr(self, name) <= 0:
@@ -71,20 +81,28 @@ class ScenarioConfig:
             )
         if self.broken_locks and not self.unsafe_override:
             raise ConfigError(
-                f"scenario {SCENARIO} {'; '.join(self.broken_locks)}; --unsafe-override goes on with "
+                f"scenario {self.scenario} {'; '.join(self.broken_locks)}; --unsafe-override goes on with "
                 "submission_valid=false"
             )
 
     @property
     def broken_locks(self) -> tuple[str, ...]:
-        """What this run changes of what the scenario locks, one clause each."""
-        broken = []
+        """What this run changes of what the scenario locks, one clause each. Only AgentX locks anything."""
+        broken: list[str] = []
+        if self.scenario != AGENTX:
+            return ()
         if not self.streaming:
             broken.append("locks streaming on, got off")
+        if not self.ignore_eos:
+            broken.append("locks ignore_eos on, got off")
         if not self.cache_bust:
             broken.append("locks the cache-bust marker of a new lane on, got off")
         if self.ignore_delays:
             broken.append("forbids ignoring the recorded delays")
+        if self.fixed_schedule:
+            broken.append("forbids a fixed schedule")
+        if self.sweep:
+            broken.append(f"forbids a list of concurrencies, got {self.sweep}")
         if self.request_rate:
             broken.append(f"forbids a fixed request rate, got {self.request_rate:g} a second")
         return tuple(broken)
@@ -93,6 +111,8 @@ class ScenarioConfig:
     def invalid_reasons(self) -> tuple[str, ...]:
         """Why a run with this configuration cannot be submitted, before it has begun."""
         reasons = [f"the scenario {clause}" for clause in self.broken_locks]
+        if self.scenario != AGENTX:
+            reasons.append(f"the scenario is {self.scenario}, not {AGENTX}")
         if self.unsafe_override:
             reasons.append("unsafe_override is set")
         if self.time_scale != 1.0:

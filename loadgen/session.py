@@ -48,7 +48,8 @@ def start_point(trace: Trace, seed: int, lane_idx: int, low: float, high: float)
 class LiveSession:
     """A session tree on a lane. uid names this run of the trace; `now` is clock time throughout.
 
-    start_t: recorded time at which it is entered (None = from its first turn).
+    start_t: recorded time at which it is entered (None = from its first turn). fixed_schedule: turns are due at their
+    recorded times, counted from the entry, instead of a gap after the turn before.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LiveSession:
         time_scale: float = 1.0,
         tree_idle_cap_s: float = math.inf,
         without_delays: bool = False,
+        fixed_schedule: bool = False,
     ) -> None:
         self.trace = trace
         self.uid = uid
@@ -73,6 +75,8 @@ class LiveSession:
         self._spawned = [stream.stream_idx == 0 for stream in self.streams]
         self._pending: dict[int, _Pending] = {}
         self._main_ready: tuple[float, float] | None = None
+        entered_t = trace.span[0] if start_t is None else start_t
+        self._schedule = (now, entered_t) if fixed_schedule else None
         if start_t is None:
             self._next_turn[0] = 0
             self._main_is_ready(now, 0.0)
@@ -137,9 +141,9 @@ class LiveSession:
         if stream_idx == 0:
             self._spawn_children(next_idx - 1, now, in_flight=False)
             if next_idx < len(stream.turns):
-                self._main_is_ready(now, stream.gaps_s[next_idx])
+                self._main_is_ready(now, self._delay_s(stream, next_idx, now))
         elif next_idx < len(stream.turns):
-            self._pending[stream_idx] = _Pending(now, stream.gaps_s[next_idx])
+            self._pending[stream_idx] = _Pending(now, self._delay_s(stream, next_idx, now))
         self._release_gate(now)
         self._cap_idle(now)
 
@@ -153,8 +157,16 @@ class LiveSession:
         return len(self._in_flight)
 
     def begin_profile(self, now: float) -> None:
-        """Delays count again, in full, from `now` (the end of warm-up)."""
+        """Delays count again, in full, from `now` (the end of warm-up); a fixed schedule goes on from the next turn."""
         self.without_delays = False
+        if self._schedule is not None:
+            streams = [self.streams[idx] for idx in (*self._pending, *([0] if self._main_ready else []))]
+            coming = [stream.turns[self._next_turn[stream.stream_idx]].t for stream in streams]
+            self._schedule = (now, min(coming, default=self._schedule[1]))
+            for idx, pending in self._pending.items():
+                pending.delay_s = self._delay_s(self.streams[idx], self._next_turn[idx], now)
+            if self._main_ready is not None:
+                self._main_ready = (now, self._delay_s(self.streams[0], self._next_turn[0], now))
         for pending in self._pending.values():
             pending.ready_at = now
         if self._main_ready is not None:
@@ -165,11 +177,20 @@ class LiveSession:
         """Everything pending becomes due `seconds` of clock time earlier."""
         for pending in self._pending.values():
             pending.ready_at -= seconds
+        if self._schedule is not None:
+            self._schedule = (self._schedule[0] - seconds, self._schedule[1])
 
     # ------------------------------------------------------------ inside
 
     def _due(self, pending: _Pending) -> float:
         return pending.ready_at + (0.0 if self.without_delays else pending.delay_s * self._time_scale)
+
+    def _delay_s(self, stream: Stream, turn_idx: int, now: float) -> float:
+        """Recorded seconds from `now`, when a stream may go on, to its turn."""
+        if self._schedule is None:
+            return stream.gaps_s[turn_idx]
+        began, entered_t = self._schedule
+        return max(stream.turns[turn_idx].t - entered_t - (now - began) / self._time_scale, 0.0)
 
     def _main_is_ready(self, now: float, gap_s: float) -> None:
         self._main_ready = (now, gap_s)
@@ -202,15 +223,21 @@ class LiveSession:
                 and not self._spawned[idx]
             ):
                 self._spawned[idx] = True
-                self._pending[idx] = _Pending(now, stream.gaps_s[0])
+                self._pending[idx] = _Pending(now, self._delay_s(stream, 0, now))
 
     def _cap_idle(self, now: float) -> None:
         """With nothing in flight the tree waits at most its idle cap: the excess is taken off everything pending."""
-        if self._in_flight or not self._pending:
+        if self._in_flight or not self._pending or self._schedule is not None:
             return
         excess = self.due_at() - (now + self._idle_cap_s * self._time_scale)
         if excess > 0:
             self.shift(excess)
+
+
+def stopped_length(num_output: int, seed: int, uid: str) -> int:
+    """Output of a request that may stop before its recorded length: uniform from 1 to it, seeded by the request."""
+    digest = hashlib.sha256(f"{seed}:eos:{uid}".encode()).digest()
+    return 1 + int.from_bytes(digest[:8], "big") % num_output
 
 
 def _first_at(turns: tuple[TraceRequest, ...], t: float) -> int:

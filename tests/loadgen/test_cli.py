@@ -18,6 +18,8 @@ import loadgen.cli as cli
 import loadgen.service_count as service_count
 from loadgen.live import LiveTier
 from loadgen.scrape import Counters
+from loadgen.synth import SyntheticTraces
+from loadgen.trace_file import write_traces
 from megamoe.errors import MegaMoeError, PeerTimeoutError, UnavailableError
 from tests.loadgen.fake_tier import FakeTier, demo_info
 
@@ -41,6 +43,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RealTimeTier]:
 
     def connect(extra: int = 0, unread: bool = False, **kwargs: object) -> RealTimeTier:
         tier = RealTimeTier(**kwargs)
+        seen = [0]
 
         @contextlib.asynccontextmanager
         async def connected(target: str, *, holder: str, wait_ready_s: float) -> AsyncIterator[RealTimeTier]:
@@ -49,20 +52,21 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RealTimeTier]:
         async def scrape(urls: tuple[str, ...]) -> Counters:
             if unread:
                 raise UnavailableError("metrics page cannot be read")
+            seen[0] = len(tier.calls)
             return Counters()
 
         async def settled(
             urls: tuple[str, ...], before: Counters, num_calls: int, num_sub_steps: int
         ) -> Counters:
             counted: dict[str, int] = {}
-            for step_idx, _ in tier.calls:
+            for step_idx, _ in tier.calls[seen[0] :]:
                 rows, phases = tier.steps[step_idx]
                 most = max(rows)
                 path = "small_m" if most <= 32 else "fixed_slot" if most <= 64 else "compact"
                 if most >= 128 and "prefill" in phases:
                     path = "large_m"
                 counted[path] = counted.get(path, 0) + 1
-            return Counters(len(tier.calls) + extra, counted)
+            return Counters(len(tier.calls) - seen[0] + extra, counted)
 
         monkeypatch.setattr(LiveTier, "connect", connected)
         monkeypatch.setattr(service_count, "scrape", scrape)
@@ -172,8 +176,18 @@ def test_ctrl_c_writes_a_report_marked_cancelled(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--scenario", "other"], "scenario must be 'agentx', got 'other'"),
-        (["--concurrency", "8,16"], "forbids a list of concurrencies, got '8,16'"),
+        (["--scenario", "other"], "scenario must be one of agentx, uniform, fixed, got 'other'"),
+        (["--concurrency", "8,16"], "concurrency must be one number, got '8,16'; --sweep takes a list"),
+        (["--sweep", "8,16"], "scenario agentx forbids a list of concurrencies, got 8,16"),
+        (["--sweep", "8,x"], "sweep must be whole numbers with commas between them, got '8,x'"),
+        (["--fixed-schedule"], "scenario agentx forbids a fixed schedule"),
+        (["--no-ignore-eos"], "scenario agentx locks ignore_eos on"),
+        (["--scenario", "fixed", "--rows", "0"], "rows must be at least 1, got 0"),
+        (
+            ["--scenario", "uniform", "--input-tokens", "100"],
+            "input_tokens must be a multiple of 64, got 100",
+        ),
+        (["--trace-file", "not there"], "No such file"),
         (["--concurrency", "many"], "concurrency must be a whole number, got 'many'"),
         (["--request-rate", "3"], "forbids a fixed request rate"),
         (["--ignore-delays"], "forbids ignoring the recorded delays"),
@@ -189,6 +203,100 @@ def test_a_refused_run_begins_nothing(arguments: list[str], sentence: str, tmp_p
     assert status == 2
     assert sentence in text
     assert not list(tmp_path.iterdir())
+
+
+def test_recorded_sessions_are_played(connected: Callable[..., RealTimeTier], tmp_path: Path) -> None:
+    connected()
+    source = SyntheticTraces(8, seed=2)
+    write_traces(tmp_path / "recorded.jsonl", (source[idx] for idx in range(8)))
+    status, text = invoke(*FAST, "--trace-file", str(tmp_path / "recorded.jsonl"), out=tmp_path / "out")
+    assert status == 0, text
+    assert json.loads((tmp_path / "out/report.json").read_text())["traces"] == "recorded.jsonl (8 sessions)"
+    ids = {json.loads(line)["trace_id"] for line in (tmp_path / "out/requests.jsonl").open()}
+    assert ids <= {source[idx].id for idx in range(8)}
+    assert len(ids) >= 4
+
+
+def test_a_broken_recording_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"id": 3}\n')
+    arguments = ["--trace-file", str(tmp_path / "bad.jsonl"), "--target", "127.0.0.1:1"]
+    status, text = invoke(*arguments, out=tmp_path / "out")
+    assert status == 2
+    assert "bad.jsonl:1: id must be a string, got 3" in text
+
+
+SIMPLE = ["--duration", "0.5", "--plain", "--grace-period", "0.2"]
+
+
+def test_fixed_rows_are_the_same_in_every_step(
+    connected: Callable[..., RealTimeTier], tmp_path: Path
+) -> None:
+    tier = connected()
+    status, text = invoke("--scenario", "fixed", "--rows", "48", *SIMPLE, out=tmp_path)
+    assert status == 0, text
+    report = json.loads((tmp_path / "report.json").read_text())
+    steady = [rows for rows, phases in tier.steps if set(phases) == {"decode"}]
+    assert len(steady) > 20
+    assert set(steady) == {(48,) * 8}
+    assert report["scenario"] == "fixed"
+    assert report["submission_invalid_reasons"][0] == "the scenario is fixed, not agentx"
+    assert report["profile"]["paths"]["fixed_slot"]["num_steps"] == 4 * len(steady)
+
+
+def test_drafts_of_fixed_rows_must_divide_them(
+    connected: Callable[..., RealTimeTier], tmp_path: Path
+) -> None:
+    tier = connected()
+    invoke("--scenario", "fixed", "--rows", "48", "--drafts", "3", *SIMPLE, out=tmp_path)
+    assert {max(rows) for rows, phases in tier.steps if set(phases) == {"decode"}} == {48}
+    status, text = invoke("--scenario", "fixed", "--rows", "50", "--drafts", "3", *SIMPLE, out=tmp_path)
+    assert status == 2
+    assert "rows must be at most 2048 and a multiple of num_drafts + 1 = 4, got 50" in text
+
+
+def test_uniform_load_keeps_requests_in_flight(
+    connected: Callable[..., RealTimeTier], tmp_path: Path
+) -> None:
+    connected()
+    arguments = [
+        "--scenario",
+        "uniform",
+        "--concurrency",
+        "16",
+        "--input-tokens",
+        "128",
+        "--output-tokens",
+        "8",
+    ]
+    status, text = invoke(*arguments, "--time-scale", "0.01", *SIMPLE, out=tmp_path)
+    assert status == 0, text
+    requests = [json.loads(line) for line in (tmp_path / "requests.jsonl").open()]
+    assert len(requests) > 40
+    assert {request["num_input"] for request in requests} == {128}
+    assert {request["num_output"] for request in requests if request["status"] == "completed"} <= set(
+        range(6, 11)
+    )
+
+
+def test_a_sweep_leaves_a_report_for_each_concurrency(
+    connected: Callable[..., RealTimeTier], tmp_path: Path
+) -> None:
+    connected()
+    arguments = ["--scenario", "uniform", "--sweep", "4,12", "--input-tokens", "64", "--output-tokens", "8"]
+    status, text = invoke(*arguments, "--time-scale", "0.01", *SIMPLE, out=tmp_path)
+    assert status == 0, text
+    for number in (4, 12):
+        report = json.loads((tmp_path / f"c{number}" / "report.json").read_text())
+        assert report["config"]["scenario"]["concurrency"] == number
+        assert report["config"]["scenario"]["sweep"] == "4,12"
+
+
+def test_a_sweep_of_agentx_is_marked(connected: Callable[..., RealTimeTier], tmp_path: Path) -> None:
+    connected()
+    status, text = invoke(*FAST[2:], "--sweep", "2,3", "--unsafe-override", out=tmp_path)
+    assert status == 0, text
+    report = json.loads((tmp_path / "c3" / "report.json").read_text())
+    assert "the scenario forbids a list of concurrencies, got 2,3" in report["submission_invalid_reasons"]
 
 
 def test_an_override_goes_on_and_is_marked(connected: Callable[..., RealTimeTier], tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ def test_the_defaults_are_the_published_ones_and_valid() -> None:
     ("change", "clause"),
     [
         ({"streaming": False}, "locks streaming on"),
+        ({"ignore_eos": False}, "locks ignore_eos on"),
         ({"cache_bust": False}, "locks the cache-bust marker"),
+        ({"fixed_schedule": True}, "forbids a fixed schedule"),
+        ({"sweep": "8,16"}, "forbids a list of concurrencies, got 8,16"),
         ({"ignore_delays": True}, "forbids ignoring the recorded delays"),
         ({"request_rate": 2.0}, "forbids a fixed request rate, got 2 a second"),
     ],
@@ -41,6 +44,10 @@ def test_a_lock_is_refused_or_overridden_and_marked(change: dict[str, object], c
         ({"token_scale": 0.25}, "token_scale is 0.25, not 1"),
         ({"duration_wall_s": 60.0}, "duration is 60 s, below 900 s"),
         ({"unsafe_override": True}, "unsafe_override is set"),
+        (
+            {"scenario": "uniform", "sweep": "8", "ignore_delays": True},
+            "the scenario is uniform, not agentx",
+        ),
     ],
 )
 def test_scaling_is_allowed_and_marked(change: dict[str, object], reason: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.recipe import Recipe
-from loadgen.session import LiveSession, start_point
+from loadgen.session import LiveSession, start_point, stopped_length
 from loadgen.synth import SyntheticTraces
 from loadgen.trace import Trace
 from tests.loadgen.build import request, subagent, trace
@@ -208,6 +208,51 @@ def test_delays_are_left_out_in_warm_up_and_come_back_in_full() -> None:
     session.complete(0, 2.0)
     session.begin_profile(100.0)
     assert session.due_at() == 110.0
+
+
+def test_a_fixed_schedule_follows_the_recorded_times() -> None:
+    recorded = trace(
+        request(100, 1, api_time=2),
+        request(110, 2, api_time=1),
+        request(130, 3, api_time=1),
+        subagent(104, request(104, 1, api_time=1), request(120, 2, api_time=1)),
+    )
+    session = LiveSession(recorded, "s", 0.0, time_scale=0.5, fixed_schedule=True, tree_idle_cap_s=1.0)
+    assert start(session, 0.0) == [(0, 0)]
+    session.complete(0, 1.5)  # slower than recorded: what comes next does not move
+    assert session.due_at() == 2.0
+    assert start(session, 2.0) == [(1, 0)]
+    session.complete(1, 2.1)
+    assert start(session, 5.0) == [(0, 1)]
+    session.complete(0, 25.0)  # a turn is never sent before the one before it is over
+    assert start(session, 25.0) == [(1, 1)]
+    session.complete(1, 26.0)
+    assert start(session, 26.0) == [(0, 2)]
+
+
+def test_a_fixed_schedule_goes_on_from_the_turn_after_warm_up() -> None:
+    recorded = trace(*(request(10.0 * idx, idx + 1, api_time=0) for idx in range(5)))
+    session = LiveSession(recorded, "s", 0.0, without_delays=True, fixed_schedule=True)
+    start(session, 0.0)
+    session.complete(0, 1.0)
+    start(session, 1.0)
+    session.complete(0, 2.0)
+    session.begin_profile(100.0)
+    assert start(session, 100.0) == [(0, 2)]
+    session.complete(0, 109.0)
+    assert session.due_at() == 110.0
+    session.shift(4.0)
+    assert start(session, 106.0) == [(0, 3)]
+    session.complete(0, 107.0)
+    assert session.due_at() == 116.0
+
+
+def test_a_stopped_length_is_seeded_and_not_above_the_recorded_one() -> None:
+    lengths = [stopped_length(100, 7, f"s/{idx}") for idx in range(400)]
+    assert lengths == [stopped_length(100, 7, f"s/{idx}") for idx in range(400)]
+    assert min(lengths) >= 1
+    assert max(lengths) <= 100
+    assert 40 < float(np.mean(lengths)) < 60
 
 
 def _play(recorded: Trace, seed: int, start_t: float | None) -> list[tuple[int, int, float, float]]:
