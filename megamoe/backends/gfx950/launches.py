@@ -17,8 +17,6 @@ from megamoe.bundle import Path
 from megamoe.layout import FlagKind, HeapLayout
 from megamoe.shape import MoeShape
 
-GEMM_THREADS = 256
-
 
 @dataclass(frozen=True)
 class PackedMemory:
@@ -192,7 +190,7 @@ class RankLaunches:
             self.control.address, self.heap.address, self.experts.address, self.row_table.address, w13.codes.address,
             w13.scales.address, self.inner.address, groups,
         ]  # fmt: skip
-        self.device.stream.launch(code, groups, GEMM_THREADS, args)
+        self.device.stream.launch(code, groups, plan.gemm_threads, args)
 
     def gemm2(self, code: Code, plan: LaunchPlan, w2: PackedMemory) -> None:
         groups = plan.gemm2_groups
@@ -200,7 +198,7 @@ class RankLaunches:
             self.control.address, self.bases.address, self.experts.address, self.row_table.address, w2.codes.address,
             w2.scales.address, self.inner.address, self.device.rank, groups,
         ]  # fmt: skip
-        self.device.stream.launch(code, groups, GEMM_THREADS, args)
+        self.device.stream.launch(code, groups, plan.gemm_threads, args)
 
     def identity(self, code: Code, plan: LaunchPlan) -> None:
         groups = plan.dispatch_groups

@@ -10,7 +10,7 @@ ROWS_FOR_TILE_64, ROWS_FOR_TILE_128 = 64, 256
 """Mean rows of an expert from which larger tiles are used: below, most tiles of 128 would be padding."""
 COLUMNS_1, COLUMNS_2 = 32, 64
 """Result columns of a wave in GEMM1 (beside as many gate columns) and GEMM2."""
-NUM_WAVES = 4
+SMALL_WORKGROUP = 256
 
 
 def rows_bucket(max_rows: int) -> int:
@@ -36,6 +36,11 @@ class LaunchPlan:
     combine_groups: int
 
     @property
+    def gemm_threads(self) -> int:
+        """Work-items of a GEMM workgroup: eight waves from tiles of 64 rows on."""
+        return SMALL_WORKGROUP if self.block_m < 64 else 2 * SMALL_WORKGROUP
+
+    @property
     def tile_shift(self) -> int:
         return self.block_m.bit_length() - 1
 
@@ -53,12 +58,14 @@ def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> Launc
     def grid(num_units: int) -> int:
         return max(min(num_units, num_compute_units), 1)
 
+    waves = 8 if block_m == 64 else 4
+
     return LaunchPlan(
         max_rows=rows,
         block_m=block_m,
         quantize_groups=max(min(rows * parts, 8 * num_compute_units), 1),
-        dispatch_groups=grid(max(shape.num_experts_per_rank, -(-rows * shape.num_ranks // NUM_WAVES))),
-        gemm1_groups=grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * NUM_WAVES))),
-        gemm2_groups=grid(m_tiles * -(-shape.hidden // (COLUMNS_2 * NUM_WAVES))),
-        combine_groups=grid(-(-rows * parts // NUM_WAVES)),
+        dispatch_groups=grid(max(shape.num_experts_per_rank, -(-rows * shape.num_ranks // 4))),
+        gemm1_groups=grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves))),
+        gemm2_groups=grid(m_tiles * -(-shape.hidden // (COLUMNS_2 * waves))),
+        combine_groups=grid(-(-rows * parts // 4)),
     )

@@ -53,7 +53,7 @@ def swiglu(gate, up, limit):
     return gate * fx.Float32(rocdl.rcp(T.f32, fx.Float32(1.0) + exponential)) * up
 
 
-@flyc.kernel(known_block_size=[tile.THREADS, 1, 1])
+@flyc.kernel
 def gemm1_kernel(
     control: fx.Int64,
     heap: fx.Int64,
@@ -75,10 +75,12 @@ def gemm1_kernel(
     lane = thread % WAVE
     wave = uniform(thread // WAVE)
     lds = fx.SharedAllocator().allocate(lds_of(BLOCK_M)).peek()
+    num_waves = tile.waves_along_n(BLOCK_M)
+    wave_rows = BLOCK_M // tile.waves_along_m(BLOCK_M)
     num_blocks = (HIDDEN + 127) // 128
     num_k_groups = (num_blocks + 3) // 4
     num_columns = INTERMEDIATE // 32
-    num_n = (num_columns + tile.NUM_WAVES - 1) // tile.NUM_WAVES
+    num_n = (num_columns + num_waves - 1) // num_waves
     shift = BLOCK_M.bit_length() - 1
     failed = control_int(control, Word.FAILED)
     num_units = tile.num_m_tiles(experts, NUM_EXPERTS, shift) * num_n
@@ -98,16 +100,17 @@ def gemm1_kernel(
             inside = (row < left).select(row, left)
             return fx.generic_load(words(row_table) + (row_base + first + inside) * 4) * ROW_BYTES
 
-        offsets = [payload_offset(thread // 32 + 8 * i) for i in range_constexpr(BLOCK_M // 8)]
+        offsets = [payload_offset(row) for row in tile.staged_rows(BLOCK_M)]
         sf_at = payload_offset(thread % BLOCK_M) + HIDDEN
-        column = n_tile * tile.NUM_WAVES + wave
+        column = n_tile * num_waves + wave % num_waves
         inside = (column < num_columns).select(column, fx.Int32(num_columns - 1))
         at = expert * num_columns + inside
         acc = tile.multiply(
             lds, rows, offsets, sf_at,
             weights + long(at) * (num_blocks * 4096), weight_scales + long(at) * (num_k_groups * 1024), HIDDEN, BLOCK_M,
+            tile.ring_of(BLOCK_M, 4),
         )  # fmt: skip
-        for m in range_constexpr(BLOCK_M // 16):
+        for m in range_constexpr(wave_rows // 16):
             values = [
                 swiglu(acc[m][n][i], acc[m][n + 2][i], LIMIT_MILLI / 1000)
                 for n in range_constexpr(2)
@@ -120,7 +123,7 @@ def gemm1_kernel(
                 top = larger(top, fx.shuffle_xor(top, distance, WAVE))
             byte, reciprocal, finite = scale_of(top)
             codes = [encode_four(values[4 * i : 4 * i + 4], reciprocal, finite) for i in range_constexpr(2)]
-            row = m * 16 + lane % 16
+            row = wave // num_waves * wave_rows + m * 16 + lane % 16
             if (row <= left) & (column < num_columns):
                 out = inner + long(row_base + first + row) * INNER_BYTES
                 fx.generic_store(
@@ -160,4 +163,4 @@ def compile_kernel(
         ROW_BYTES,
         INNER_BYTES,
         LIMIT_MILLI,
-    ).launch(grid=(1, 1, 1), block=(tile.THREADS, 1, 1))
+    ).launch(grid=(1, 1, 1), block=(tile.threads_of(BLOCK_M), 1, 1))

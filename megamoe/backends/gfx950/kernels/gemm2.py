@@ -37,7 +37,7 @@ def lds_of(block_m):
     return Lds
 
 
-@flyc.kernel(known_block_size=[tile.THREADS, 1, 1])
+@flyc.kernel
 def gemm2_kernel(
     control: fx.Int64,
     bases: fx.Int64,
@@ -60,10 +60,12 @@ def gemm2_kernel(
     lane = thread % WAVE
     wave = uniform(thread // WAVE)
     lds = fx.SharedAllocator().allocate(lds_of(BLOCK_M)).peek()
+    num_waves = tile.waves_along_n(BLOCK_M)
+    wave_rows = BLOCK_M // tile.waves_along_m(BLOCK_M)
     num_blocks = (INTERMEDIATE + 127) // 128
     num_k_groups = (num_blocks + 3) // 4
     num_columns = (HIDDEN + tile.COLUMNS - 1) // tile.COLUMNS
-    num_n = (num_columns + tile.NUM_WAVES - 1) // tile.NUM_WAVES
+    num_n = (num_columns + num_waves - 1) // num_waves
     shift = BLOCK_M.bit_length() - 1
     failed = control_int(control, Word.FAILED)
     num_units = tile.num_m_tiles(experts, NUM_EXPERTS, shift) * num_n
@@ -84,19 +86,19 @@ def gemm2_kernel(
             return inside * INNER_BYTES
 
         rows = inner + long(row_base + first) * INNER_BYTES
-        offsets = [inner_offset(thread // 32 + 8 * i) for i in range_constexpr(BLOCK_M // 8)]
+        offsets = [inner_offset(row) for row in tile.staged_rows(BLOCK_M)]
         sf_at = inner_offset(thread % BLOCK_M) + INTERMEDIATE
-        group = n_tile * tile.NUM_WAVES + wave
+        group = n_tile * num_waves + wave % num_waves
         inside = (group < num_columns).select(group, fx.Int32(num_columns - 1))
         at = expert * num_columns + inside
         acc = tile.multiply(
             lds, rows, offsets, sf_at,
             weights + long(at) * (num_blocks * 4096), weight_scales + long(at) * (num_k_groups * 1024), INTERMEDIATE,
-            BLOCK_M,
+            BLOCK_M, tile.ring_of(BLOCK_M, 2),
         )  # fmt: skip
         column = group * tile.COLUMNS + lane // 16 * 16
-        for m in range_constexpr(BLOCK_M // 16):
-            row = m * 16 + lane % 16
+        for m in range_constexpr(wave_rows // 16):
+            row = wave // num_waves * wave_rows + m * 16 + lane % 16
             values = [acc[m][n][i] for n in range_constexpr(4) for i in range_constexpr(4)]
             place = (row < left).select(row, left)
             entry = fx.generic_load(
@@ -137,5 +139,20 @@ def compile_kernel(
 ):
     z, one = fx.Int64(0), fx.Int32(1)
     gemm2_kernel(
-        z, z, z, z, z, z, z, one, one, BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_RANKS, INNER_BYTES, FP8
-    ).launch(grid=(1, 1, 1), block=(tile.THREADS, 1, 1))
+        z,
+        z,
+        z,
+        z,
+        z,
+        z,
+        z,
+        one,
+        one,
+        BLOCK_M,
+        HIDDEN,
+        INTERMEDIATE,
+        NUM_EXPERTS,
+        NUM_RANKS,
+        INNER_BYTES,
+        FP8,
+    ).launch(grid=(1, 1, 1), block=(tile.threads_of(BLOCK_M), 1, 1))

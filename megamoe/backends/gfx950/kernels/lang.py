@@ -36,6 +36,11 @@ def long(value):
     return fx.Int64(value)
 
 
+def unsigned(value):
+    """A non-negative Int32 as Int64: added to a scalar base it becomes the offset of a load or store."""
+    return fx.Int64(fx.Uint32(value))
+
+
 def uniform(value):
     """A value that is the same in all lanes, in a scalar register."""
     return fx.Int32(rocdl.readfirstlane(T.i32, value))

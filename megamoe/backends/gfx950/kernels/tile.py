@@ -1,7 +1,7 @@
 """The matrix loop of both GEMMs: BLOCK_M routed rows against 64 packed weight columns a wave.
 
 Weights are the first matrix operand: they stream from memory straight into registers, 16 bytes a lane, one group of
-512 along K ahead. Rows are the second: four waves stage them in LDS together. So a lane ends with consecutive columns
+512 along K ahead. Rows are the second: the waves stage them in LDS together. So a lane ends with consecutive columns
 of one row of 16. K is summed in blocks of 128 in ascending order whatever the tile: a row's bits do not depend on it.
 """
 
@@ -10,10 +10,29 @@ import flydsl.expr as fx
 from flydsl.expr import const_expr, gpu, range_constexpr, rocdl
 from flydsl.expr.typing import Vector as Vec
 
-from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, long, popcount, uniform, wide, words
+from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, long, popcount, uniform, unsigned, wide, words
 
-NUM_WAVES = 4
-THREADS = NUM_WAVES * WAVE
+
+def threads_of(block_m):
+    """Workgroup of a tile: four waves, eight from 64 rows on, which share what is staged."""
+    return (4 if block_m < 64 else 8) * WAVE
+
+
+def waves_along_m(block_m):
+    """Waves that share their columns: a wave multiplies at most 64 rows, for want of registers."""
+    return 2 if block_m > 64 else 1
+
+
+def waves_along_n(block_m):
+    """Waves side by side, 64 packed columns each."""
+    return threads_of(block_m) // WAVE // waves_along_m(block_m)
+
+
+def ring_of(block_m, blocks):
+    """K blocks of weights on their way to a wave: `blocks` where weights alone bound the speed, 2 in larger tiles."""
+    return blocks if block_m < 64 else 2
+
+
 COLUMNS = 64
 """Packed weight columns of a wave: four blocks of 16."""
 GROUP = 512
@@ -39,136 +58,170 @@ def num_m_tiles(experts, num_experts, tile_shift):
     return uniform(last[2] + ((last[0] + (1 << tile_shift) - 1) >> tile_shift))
 
 
-def load_rows(rows, offsets, k_group, K):
-    """This thread's 16-byte pieces of the tile's rows in one K group. Past the end of a row: zero codes."""
-    column = k_group * GROUP + fx.thread_idx.x % 32 * 16
-    inside = column < K
-    if const_expr(K % GROUP != 0):
+def load_rows(rows, offsets, columns):
+    """This thread's 16-byte pieces of the tile's rows in the K group at `rows`. columns: a Python number, what the group
+    has of the row; past it: zero codes."""
+    column = fx.thread_idx.x % 32 * 16
+    inside = column < columns
+    if const_expr(columns < GROUP):
         column = inside.select(column, fx.Int32(0))
     pieces = []
     for offset in offsets:
-        piece = fx.generic_load(wide(rows + long(offset + column)), count=4)
-        if const_expr(K % GROUP != 0):
+        piece = fx.generic_load(wide(rows + unsigned(offset + column)), count=4)
+        if const_expr(columns < GROUP):
             piece = Vec.from_elements([inside.select(piece[i], fx.Int32(0)) for i in range(4)], fx.Int32)
         pieces.append(piece)
     return pieces
 
 
-def store_rows(lds_rows, pieces):
-    """Pieces to LDS: 512 bytes a row, 16-byte places swapped by row so that 16 rows meet all banks."""
-    place = fx.thread_idx.x % 32
+def store_rows(lds_rows, pieces, stride):
+    """Pieces to LDS: 512 bytes a row, 16-byte places swapped by row so that 8 rows meet all banks.
+
+    stride: rows between a thread's pieces, a multiple of 8: one address serves all of them."""
+    row = fx.thread_idx.x // 32
+    at = lds_rows + (row * 128 + (fx.thread_idx.x % 32 ^ row % 8) * 4)
     for i in range_constexpr(len(pieces)):
-        row = fx.thread_idx.x // 32 + 8 * i
-        fx.generic_store(lds_rows + (row * 128 + (place ^ (row % 16)) * 4), pieces[i])
+        fx.generic_store(at + i * stride * 128, pieces[i])
 
 
-def load_weights(weights, block):
-    """One 16x128 block of each of the wave's four column blocks. block: Int32 index along K from the wave's first."""
-    lane = fx.thread_idx.x % WAVE
-    return [
-        fx.generic_load(wide(weights) + ((block * 4 + n) * 256 + lane * 4), count=4, nontemporal=True)
-        for n in range(4)
-    ]
+def load_weights(weights, j):
+    """One 16x128 block of each of the wave's four column blocks: the j-th along K from `weights`."""
+    at = wide(weights + unsigned(fx.thread_idx.x % WAVE * 16))
+    return [fx.generic_load(at + (j * 1024 + n * 256), count=4, nontemporal=True) for n in range(4)]
 
 
-def load_weight_scales(scales, k_group):
+def load_weight_scales(scales):
     """Four words, one a column block; byte j of each is the scale of the group's j-th K block."""
-    lane = fx.thread_idx.x % WAVE
-    return fx.generic_load(wide(scales) + (k_group * 256 + lane * 4), count=4, nontemporal=True)
+    return fx.generic_load(wide(scales + unsigned(fx.thread_idx.x % WAVE * 16)), count=4, nontemporal=True)
 
 
-def multiply_block(acc, lds_rows, row_scales, weights, weight_scales, j, num_m):
-    """acc [num_m][4] += one K block of 128. j: its place in the group, a Python number."""
+def read_rows(lds_rows, j, m):
+    """The second operand of 16 rows and one K block, from LDS. j, m: Python numbers."""
     lane = fx.thread_idx.x % WAVE
-    place = j * 8 + lane // 16
-    out = []
-    for m in range(num_m):
-        row = m * 16 + lane % 16
-        at = lds_rows + row * 128
-        low = fx.generic_load(at + (place ^ (row % 16)) * 4, count=4)
-        high = fx.generic_load(at + ((place + 4) ^ (row % 16)) * 4, count=4)
-        x = Vec.from_elements([low[i] for i in range(4)] + [high[i] for i in range(4)], fx.Int32)
-        line = []
-        for n in range(4):
-            result = rocdl.mfma_scale_f32_16x16x128_f8f6f4(
-                Vec.make_type(4, fx.Float32),
-                [weights[n], x, acc[m][n], _E2M1, _E4M3, j, weight_scales[n], j, row_scales[m]],
+    row, place = lane % 16, lane // 16
+    low, high = [
+        fx.generic_load(lds_rows + (row * 128 + (start ^ row % 8) * 4) + (m * 2048 + j * 32), count=4)
+        for start in (place, place + 4)
+    ]
+    return Vec.from_elements([low[i] for i in range(4)] + [high[i] for i in range(4)], fx.Int32)
+
+
+def staged_rows(block_m):
+    """The rows of a tile that this thread stages, in the order of its pieces."""
+    stride = threads_of(block_m) // 32
+    return [fx.thread_idx.x // 32 + stride * i for i in range(block_m // stride)]
+
+
+def multiply_group(acc, lds_rows, lds_scales, ring, weight_scales, weights, num_blocks, num_left):
+    """acc [m][4] += the num_blocks K blocks of a group; returns (acc, ring).
+
+    ring: operands of the blocks to come, block j at j % len(ring); a place is filled again once its block is done, from
+    `weights` (address of this group), as long as the columns have more blocks: num_left from this group's first on.
+    Operands of rows are read one step ahead of their use, and steps are kept apart: the scheduler would otherwise read
+    all of them first and run out of registers.
+    """
+    num_m, ring = len(acc), list(ring)
+    row_scales = read_row_scales(lds_scales, num_m)
+    steps = [(j, m) for j in range(num_blocks) for m in range(num_m)]
+    x = read_rows(lds_rows, *steps[0])
+    for at, (j, m) in enumerate(steps):
+        following = read_rows(lds_rows, *steps[at + 1]) if at + 1 < len(steps) else None
+        acc[m] = [
+            Vec(
+                rocdl.mfma_scale_f32_16x16x128_f8f6f4(
+                    Vec.make_type(4, fx.Float32),
+                    [
+                        ring[j % len(ring)][n],
+                        x,
+                        acc[m][n],
+                        _E2M1,
+                        _E4M3,
+                        j,
+                        weight_scales[n],
+                        j,
+                        row_scales[m],
+                    ],
+                ),
+                (4,),
+                fx.Float32,
             )
-            line.append(Vec(result, (4,), fx.Float32))
-        out.append(line)
-    return out
+            for n in range(4)
+        ]
+        if m == num_m - 1 and j + len(ring) < num_left:
+            # Behind the instructions that take the old operands, so that the new ones find the same registers free.
+            rocdl.sched_barrier(0)
+            ring[j % len(ring)] = load_weights(weights, j + len(ring))
+        rocdl.sched_barrier(0)
+        x = following
+    return acc, ring
 
 
 def read_row_scales(lds_scales, num_m):
     """One word a lane for every 16 rows: the scales of its K quarter in the group's four blocks."""
     lane = fx.thread_idx.x % WAVE
-    return [fx.generic_load(lds_scales + ((m * 16 + lane % 16) * 4 + lane // 16)) for m in range(num_m)]
+    at = lds_scales + (lane % 16 * 4 + lane // 16)
+    return [fx.generic_load(at + m * 64) for m in range(num_m)]
 
 
-def stage(lds, pieces, scales, block_m):
+@flyc.jit
+def stage(lds, pieces, scales, BLOCK_M):
     """Put the next K group of the rows into LDS once every wave is done with the one before."""
     gpu.barrier()
-    store_rows(lds.rows.ptr, pieces)
-    if fx.thread_idx.x < block_m:
+    store_rows(lds.rows.ptr, pieces, threads_of(BLOCK_M) // 32)
+    if fx.thread_idx.x < BLOCK_M:
         fx.generic_store(lds.scales.ptr + fx.thread_idx.x * 4, scales)
     gpu.barrier()
 
 
-stage = flyc.jit(stage)
-
-
-def load_row_scales(rows, sf_offset, k_group):
+def load_row_scales(scales, sf_offset):
     """16 scales of one row, threads below BLOCK_M one row each (others repeat one)."""
-    return fx.generic_load(wide(rows + long(sf_offset) + long(k_group * 16)), count=4)
+    return fx.generic_load(wide(scales + unsigned(sf_offset)), count=4)
 
 
 @flyc.jit
-def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M):
-    """[BLOCK_M / 16][4] vectors of four Float32: the tile's rows times the wave's 64 columns.
+def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M, RING):
+    """[rows of a wave / 16][4] vectors of four Float32: the wave's rows of the tile times its 64 columns.
 
-    rows: address (Int64) that offsets (this thread's rows, every eighth of the tile) and sf_offset (scales of row
-    thread_idx) count from. weights, weight_scales: addresses of the wave's 64 columns, all of K.
+    rows: address (Int64) that offsets (the rows that this thread stages) and sf_offset (scales of row thread_idx) count
+    from. weights, weight_scales: addresses of the wave's 64 columns, all of K. All addresses are wave-uniform and move on
+    by a K group at a time, so that they stay in scalar registers. RING: K blocks of weights on their way.
     """
-    num_m = BLOCK_M // 16
+    wave_rows = BLOCK_M // waves_along_m(BLOCK_M)
+    first_row = uniform(fx.thread_idx.x // WAVE // waves_along_n(BLOCK_M)) * wave_rows
+    lds_rows, lds_scales = lds.rows.ptr + first_row * 128, lds.scales.ptr + first_row * 4
     num_blocks = (K + 127) // 128
     num_groups = (num_blocks + 3) // 4
-    last = num_blocks - 4 * (num_groups - 1)
-    acc = [[Vec.filled(4, 0.0, fx.Float32) for _ in range(4)] for _ in range(num_m)]
-    first = fx.Int32(0)
-    pieces = load_rows(rows, offsets, first, K)
-    scales = load_row_scales(rows, sf_offset, first)
-    ahead = [load_weights(weights, fx.Int32(j)) for j in range(4 if num_groups > 1 else last)]
-    ahead_scales = load_weight_scales(weight_scales, first)
-    # Iterations that fetch a whole group ahead: all but the last, and but the one before a shorter last one.
-    num_whole = num_groups - 1 if last == 4 else num_groups - 2
+    tail = K - GROUP * (num_groups - 1)
+    row_scales = rows
+    acc = [[Vec.filled(4, 0.0, fx.Float32) for _ in range(4)] for _ in range(wave_rows // 16)]
+    pieces = load_rows(rows, offsets, min(K, GROUP))
+    scales = load_row_scales(row_scales, sf_offset)
+    ahead_scales = load_weight_scales(weight_scales)
+    # Loads are waited for in order of issue: what the loop needs first comes first here too.
+    rocdl.sched_barrier(0)
+    ring = [load_weights(weights, j) for j in range(min(RING, num_blocks))]
+    # Iterations whose next group is whole, and so has rows without missing columns and all blocks to fetch.
+    num_whole = num_groups - (1 if tail == GROUP else 2)
     if const_expr(num_whole > 0):
-        for k_group in range(fx.Int32(0), fx.Int32(num_whole), fx.Int32(1)):
-            following = fx.Int32(k_group) + 1
+        for _ in range(fx.Int32(0), fx.Int32(num_whole), fx.Int32(1)):
             stage(lds, pieces, scales, BLOCK_M)
-            pieces = load_rows(rows, offsets, following, K)
-            scales = load_row_scales(rows, sf_offset, following)
-            row_scales = read_row_scales(lds.scales.ptr, num_m)
+            rows, row_scales, weight_scales = rows + GROUP, row_scales + 16, weight_scales + 1024
+            pieces = load_rows(rows, offsets, GROUP)
+            scales = load_row_scales(row_scales, sf_offset)
             now_scales = ahead_scales
-            ahead_scales = load_weight_scales(weight_scales, following)
-            for j in range_constexpr(4):
-                acc = multiply_block(acc, lds.rows.ptr, row_scales, ahead[j], now_scales, j, num_m)
-                fresh = load_weights(weights, following * 4 + j)
-                ahead = [fresh if i == j else ahead[i] for i in range(4)]
-    if const_expr(num_groups > 1 and last < 4):
-        following = fx.Int32(num_groups - 1)
+            ahead_scales = load_weight_scales(weight_scales)
+            acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, 4, 8)
+            weights = weights + 16384
+    if const_expr(num_groups > 1 and tail < GROUP):
         stage(lds, pieces, scales, BLOCK_M)
-        pieces = load_rows(rows, offsets, following, K)
-        scales = load_row_scales(rows, sf_offset, following)
-        row_scales = read_row_scales(lds.scales.ptr, num_m)
+        pieces = load_rows(rows + GROUP, offsets, tail)
+        scales = load_row_scales(row_scales + 16, sf_offset)
         now_scales = ahead_scales
-        ahead_scales = load_weight_scales(weight_scales, following)
-        for j in range_constexpr(4):
-            acc = multiply_block(acc, lds.rows.ptr, row_scales, ahead[j], now_scales, j, num_m)
-            if const_expr(j < last):
-                fresh = load_weights(weights, following * 4 + j)
-                ahead = [fresh if i == j else ahead[i] for i in range(4)]
+        ahead_scales = load_weight_scales(weight_scales + 1024)
+        num_left = num_blocks - 4 * (num_groups - 2)
+        acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, 4, num_left)
+        weights = weights + 16384
     stage(lds, pieces, scales, BLOCK_M)
-    row_scales = read_row_scales(lds.scales.ptr, num_m)
-    for j in range_constexpr(last):
-        acc = multiply_block(acc, lds.rows.ptr, row_scales, ahead[j], ahead_scales, j, num_m)
+    num_left = num_blocks - 4 * (num_groups - 1)
+    acc, _ = multiply_group(acc, lds_rows, lds_scales, ring, ahead_scales, weights, num_left, num_left)
     return acc
