@@ -58,6 +58,11 @@ def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> Launc
     def grid(num_units: int) -> int:
         return max(min(num_units, num_compute_units), 1)
 
+    def gemm_grid(num_units: int) -> int:
+        # Small tiles are bound by memory: two workgroups a unit keep more loads on their way. These kernels never wait
+        # for each other's workgroups.
+        return max(min(num_units, num_compute_units * (2 if block_m < 64 else 1)), 1)
+
     waves = 8 if block_m == 64 else 4
 
     return LaunchPlan(
@@ -65,7 +70,7 @@ def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> Launc
         block_m=block_m,
         quantize_groups=max(min(rows * parts, 8 * num_compute_units), 1),
         dispatch_groups=grid(max(shape.num_experts_per_rank, -(-rows * shape.num_ranks // 4))),
-        gemm1_groups=grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves))),
-        gemm2_groups=grid(m_tiles * -(-shape.hidden // (COLUMNS_2 * waves))),
+        gemm1_groups=gemm_grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves))),
+        gemm2_groups=gemm_grid(m_tiles * -(-shape.hidden // (COLUMNS_2 * waves))),
         combine_groups=grid(-(-rows * parts // 4)),
     )

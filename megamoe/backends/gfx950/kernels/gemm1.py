@@ -14,6 +14,7 @@ from megamoe.backends.gfx950.kernels import tile
 from megamoe.backends.gfx950.kernels.lang import (
     WAVE,
     absolute_bits,
+    buffer,
     control_int,
     control_word,
     encode_four,
@@ -106,8 +107,9 @@ def gemm1_kernel(
         inside = (column < num_columns).select(column, fx.Int32(num_columns - 1))
         at = expert * num_columns + inside
         acc = tile.multiply(
-            lds, rows, offsets, sf_at,
-            weights + long(at) * (num_blocks * 4096), weight_scales + long(at) * (num_k_groups * 1024), HIDDEN, BLOCK_M,
+            lds, buffer(rows), offsets, sf_at,
+            buffer(weights + long(at) * (num_blocks * 4096)),
+            buffer(weight_scales + long(at) * (num_k_groups * 1024)), HIDDEN, BLOCK_M,
             tile.ring_of(BLOCK_M, 4),
         )  # fmt: skip
         for m in range_constexpr(wave_rows // 16):

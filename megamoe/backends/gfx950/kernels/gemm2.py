@@ -12,6 +12,7 @@ from megamoe.backends.gfx950.kernels import flags, results, tile
 from megamoe.backends.gfx950.kernels.lang import (
     WAVE,
     ballot,
+    buffer,
     control_int,
     control_word,
     larger,
@@ -92,8 +93,9 @@ def gemm2_kernel(
         inside = (group < num_columns).select(group, fx.Int32(num_columns - 1))
         at = expert * num_columns + inside
         acc = tile.multiply(
-            lds, rows, offsets, sf_at,
-            weights + long(at) * (num_blocks * 4096), weight_scales + long(at) * (num_k_groups * 1024), INTERMEDIATE,
+            lds, buffer(rows), offsets, sf_at,
+            buffer(weights + long(at) * (num_blocks * 4096)),
+            buffer(weight_scales + long(at) * (num_k_groups * 1024)), INTERMEDIATE,
             BLOCK_M, tile.ring_of(BLOCK_M, 2),
         )  # fmt: skip
         column = group * tile.COLUMNS + lane // 16 * 16

@@ -9,6 +9,7 @@ from flydsl.expr.typing import Vector as Vec
 WAVE = 64
 # DPP controls: lanes of a quad exchanged, halves of 8 and of 16 lanes mirrored.
 _SWAP_1, _SWAP_2, _MIRROR_8, _MIRROR_16 = 0xB1, 0x4E, 0x141, 0x140
+_NON_TEMPORAL = 2
 _MAX_FINITE = 0x7F7FFFFF
 # From the bits of a block's maximum to those of its scale: minus 448's exponent, plus the carry of a larger mantissa.
 _TO_SCALE = 0x1FFFFF - (8 << 23)
@@ -36,9 +37,19 @@ def long(value):
     return fx.Int64(value)
 
 
-def unsigned(value):
-    """A non-negative Int32 as Int64: added to a scalar base it becomes the offset of a load or store."""
-    return fx.Int64(fx.Uint32(value))
+def buffer(address):
+    """Descriptor of the memory from a wave-uniform address on, for `load_wide`."""
+    return rocdl.get_buffer_rsrc(rocdl.make_buffer_ptr(wide(address)))
+
+
+def load_wide(descriptor, offset, uniform_offset, streaming=False):
+    """Four 32-bit words from a lane's and a wave's byte offset: one vector register of address, however far it moves.
+
+    streaming: not to be kept in the caches.
+    """
+    kind = Vec.make_type(4, fx.Int32)
+    aux = _NON_TEMPORAL if streaming else 0
+    return Vec(rocdl.raw_ptr_buffer_load(kind, descriptor, offset, uniform_offset, aux), (4,), fx.Int32)
 
 
 def uniform(value):
@@ -56,6 +67,11 @@ def control_word(control, word):
 def control_int(control, word):
     """The low half of a word of the control block."""
     return uniform(fx.generic_load(words(control) + 2 * int(word)))
+
+
+def opaque(value):
+    """A Python number as Int32 that the compiler does not know, so that it does not unroll a loop of so many turns."""
+    return fx.Int32(llvm.inline_asm(T.i32, [], f"s_mov_b32 $0, {value}", "=s", has_side_effects=False))
 
 
 def bits(value):

@@ -10,7 +10,16 @@ import flydsl.expr as fx
 from flydsl.expr import const_expr, gpu, range_constexpr, rocdl
 from flydsl.expr.typing import Vector as Vec
 
-from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, long, popcount, uniform, unsigned, wide, words
+from megamoe.backends.gfx950.kernels.lang import (
+    WAVE,
+    ballot,
+    load_wide,
+    opaque,
+    popcount,
+    uniform,
+    wide,
+    words,
+)
 
 
 def threads_of(block_m):
@@ -58,16 +67,16 @@ def num_m_tiles(experts, num_experts, tile_shift):
     return uniform(last[2] + ((last[0] + (1 << tile_shift) - 1) >> tile_shift))
 
 
-def load_rows(rows, offsets, columns):
-    """This thread's 16-byte pieces of the tile's rows in the K group at `rows`. columns: a Python number, what the group
-    has of the row; past it: zero codes."""
+def load_rows(rows, offsets, k_group, columns):
+    """This thread's 16-byte pieces of the tile's rows in a K group. columns: a Python number, what the group has of a
+    row; past it: zero codes."""
     column = fx.thread_idx.x % 32 * 16
     inside = column < columns
     if const_expr(columns < GROUP):
         column = inside.select(column, fx.Int32(0))
     pieces = []
     for offset in offsets:
-        piece = fx.generic_load(wide(rows + unsigned(offset + column)), count=4)
+        piece = load_wide(rows, offset + column, k_group * GROUP)
         if const_expr(columns < GROUP):
             piece = Vec.from_elements([inside.select(piece[i], fx.Int32(0)) for i in range(4)], fx.Int32)
         pieces.append(piece)
@@ -84,15 +93,15 @@ def store_rows(lds_rows, pieces, stride):
         fx.generic_store(at + i * stride * 128, pieces[i])
 
 
-def load_weights(weights, j):
-    """One 16x128 block of each of the wave's four column blocks: the j-th along K from `weights`."""
-    at = wide(weights + unsigned(fx.thread_idx.x % WAVE * 16))
-    return [fx.generic_load(at + (j * 1024 + n * 256), count=4, nontemporal=True) for n in range(4)]
+def load_weights(weights, k_group, j):
+    """One 16x128 block of each of the wave's four column blocks: the j-th along K from the first of a K group."""
+    at = fx.thread_idx.x % WAVE * 16
+    return [load_wide(weights, at + n * 1024, k_group * 16384 + j * 4096, streaming=True) for n in range(4)]
 
 
-def load_weight_scales(scales):
+def load_weight_scales(scales, k_group):
     """Four words, one a column block; byte j of each is the scale of the group's j-th K block."""
-    return fx.generic_load(wide(scales + unsigned(fx.thread_idx.x % WAVE * 16)), count=4, nontemporal=True)
+    return load_wide(scales, fx.thread_idx.x % WAVE * 16, k_group * 1024, streaming=True)
 
 
 def read_rows(lds_rows, j, m):
@@ -112,20 +121,22 @@ def staged_rows(block_m):
     return [fx.thread_idx.x // 32 + stride * i for i in range(block_m // stride)]
 
 
-def multiply_group(acc, lds_rows, lds_scales, ring, weight_scales, weights, num_blocks, num_left):
+def multiply_group(acc, lds_rows, lds_scales, ring, weight_scales, weights, k_group, num_blocks, num_left):
     """acc [m][4] += the num_blocks K blocks of a group; returns (acc, ring).
 
-    ring: operands of the blocks to come, block j at j % len(ring); a place is filled again once its block is done, from
-    `weights` (address of this group), as long as the columns have more blocks: num_left from this group's first on.
-    Operands of rows are read one step ahead of their use, and steps are kept apart: the scheduler would otherwise read
-    all of them first and run out of registers.
+    ring: operands of the blocks to come, block j at j % len(ring); a place is filled again once its block is done, as
+    long as the columns have more blocks: num_left from this group's first on.
+    Steps are kept apart: the scheduler would otherwise read the operands of all rows first and run out of registers. In
+    large tiles they are read one step ahead of their use; in small ones other workgroups cover the wait instead.
     """
     num_m, ring = len(acc), list(ring)
     row_scales = read_row_scales(lds_scales, num_m)
     steps = [(j, m) for j in range(num_blocks) for m in range(num_m)]
-    x = read_rows(lds_rows, *steps[0])
+    lookahead = num_m > 2
+    x = read_rows(lds_rows, *steps[0]) if lookahead else None
     for at, (j, m) in enumerate(steps):
-        following = read_rows(lds_rows, *steps[at + 1]) if at + 1 < len(steps) else None
+        following = read_rows(lds_rows, *steps[at + 1]) if lookahead and at + 1 < len(steps) else None
+        x = x if lookahead else read_rows(lds_rows, j, m)
         acc[m] = [
             Vec(
                 rocdl.mfma_scale_f32_16x16x128_f8f6f4(
@@ -150,7 +161,7 @@ def multiply_group(acc, lds_rows, lds_scales, ring, weight_scales, weights, num_
         if m == num_m - 1 and j + len(ring) < num_left:
             # Behind the instructions that take the old operands, so that the new ones find the same registers free.
             rocdl.sched_barrier(0)
-            ring[j % len(ring)] = load_weights(weights, j + len(ring))
+            ring[j % len(ring)] = load_weights(weights, k_group, j + len(ring))
         rocdl.sched_barrier(0)
         x = following
     return acc, ring
@@ -173,18 +184,17 @@ def stage(lds, pieces, scales, BLOCK_M):
     gpu.barrier()
 
 
-def load_row_scales(scales, sf_offset):
+def load_row_scales(rows, sf_offset, k_group):
     """16 scales of one row, threads below BLOCK_M one row each (others repeat one)."""
-    return fx.generic_load(wide(scales + unsigned(sf_offset)), count=4)
+    return load_wide(rows, sf_offset, k_group * 16)
 
 
 @flyc.jit
 def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M, RING):
     """[rows of a wave / 16][4] vectors of four Float32: the wave's rows of the tile times its 64 columns.
 
-    rows: address (Int64) that offsets (the rows that this thread stages) and sf_offset (scales of row thread_idx) count
-    from. weights, weight_scales: addresses of the wave's 64 columns, all of K. All addresses are wave-uniform and move on
-    by a K group at a time, so that they stay in scalar registers. RING: K blocks of weights on their way.
+    rows: descriptor from which offsets (rows that this thread stages) and sf_offset (scales of row thread_idx) count.
+    weights, weight_scales: descriptors of the wave's 64 columns, all of K. RING: K blocks of weights on their way.
     """
     wave_rows = BLOCK_M // waves_along_m(BLOCK_M)
     first_row = uniform(fx.thread_idx.x // WAVE // waves_along_n(BLOCK_M)) * wave_rows
@@ -192,36 +202,38 @@ def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M, 
     num_blocks = (K + 127) // 128
     num_groups = (num_blocks + 3) // 4
     tail = K - GROUP * (num_groups - 1)
-    row_scales = rows
+    first = fx.Int32(0)
     acc = [[Vec.filled(4, 0.0, fx.Float32) for _ in range(4)] for _ in range(wave_rows // 16)]
-    pieces = load_rows(rows, offsets, min(K, GROUP))
-    scales = load_row_scales(row_scales, sf_offset)
-    ahead_scales = load_weight_scales(weight_scales)
+    pieces = load_rows(rows, offsets, first, min(K, GROUP))
+    scales = load_row_scales(rows, sf_offset, first)
+    ahead_scales = load_weight_scales(weight_scales, first)
     # Loads are waited for in order of issue: what the loop needs first comes first here too.
     rocdl.sched_barrier(0)
-    ring = [load_weights(weights, j) for j in range(min(RING, num_blocks))]
+    ring = [load_weights(weights, first, j) for j in range(min(RING, num_blocks))]
     # Iterations whose next group is whole, and so has rows without missing columns and all blocks to fetch.
     num_whole = num_groups - (1 if tail == GROUP else 2)
     if const_expr(num_whole > 0):
-        for _ in range(fx.Int32(0), fx.Int32(num_whole), fx.Int32(1)):
+        for k_group in range(fx.Int32(0), opaque(num_whole), fx.Int32(1)):
+            k_group = fx.Int32(k_group)
             stage(lds, pieces, scales, BLOCK_M)
-            rows, row_scales, weight_scales = rows + GROUP, row_scales + 16, weight_scales + 1024
-            pieces = load_rows(rows, offsets, GROUP)
-            scales = load_row_scales(row_scales, sf_offset)
+            pieces = load_rows(rows, offsets, k_group + 1, GROUP)
+            scales = load_row_scales(rows, sf_offset, k_group + 1)
             now_scales = ahead_scales
-            ahead_scales = load_weight_scales(weight_scales)
-            acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, 4, 8)
-            weights = weights + 16384
+            ahead_scales = load_weight_scales(weight_scales, k_group + 1)
+            acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, k_group, 4, 8)
     if const_expr(num_groups > 1 and tail < GROUP):
+        k_group = fx.Int32(num_groups - 2)
         stage(lds, pieces, scales, BLOCK_M)
-        pieces = load_rows(rows + GROUP, offsets, tail)
-        scales = load_row_scales(row_scales + 16, sf_offset)
+        pieces = load_rows(rows, offsets, k_group + 1, tail)
+        scales = load_row_scales(rows, sf_offset, k_group + 1)
         now_scales = ahead_scales
-        ahead_scales = load_weight_scales(weight_scales + 1024)
+        ahead_scales = load_weight_scales(weight_scales, k_group + 1)
         num_left = num_blocks - 4 * (num_groups - 2)
-        acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, 4, num_left)
-        weights = weights + 16384
+        acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, k_group, 4, num_left)
     stage(lds, pieces, scales, BLOCK_M)
+    k_group = fx.Int32(num_groups - 1)
     num_left = num_blocks - 4 * (num_groups - 1)
-    acc, _ = multiply_group(acc, lds_rows, lds_scales, ring, ahead_scales, weights, num_left, num_left)
+    acc, _ = multiply_group(
+        acc, lds_rows, lds_scales, ring, ahead_scales, weights, k_group, num_left, num_left
+    )
     return acc
