@@ -91,15 +91,11 @@ class Deployment:
             raise ConfigError(must_be("backend", f"one of {', '.join(BACKENDS)}", repr(self.backend)))
         if self.fixed_slot_max < 0:
             raise ConfigError(must_be("fixed_slot_max", "at least 0", self.fixed_slot_max))
-        for value in (*self.small_m_capacities, self.large_m_capacity):
+        for value in self.small_m_capacities:
             if value < 1 or value & (value - 1):
-                raise ConfigError(
-                    must_be(
-                        "small_m_capacities and large_m_capacity",
-                        "powers of two",
-                        value,
-                    )
-                )
+                raise ConfigError(must_be("small_m_capacities", "powers of two", value))
+        if self.large_m_capacity < 1 or self.large_m_capacity & (self.large_m_capacity - 1):
+            raise ConfigError(must_be("large_m_capacity", "a power of two", self.large_m_capacity))
         if list(self.small_m_capacities) != sorted(set(self.small_m_capacities)):
             raise ConfigError(
                 must_be(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
 import typing
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 from pydantic.fields import FieldInfo
 
-from megamoe.errors import ConfigError, must_be
-from service.config import ServiceConfig, load_config
+from megamoe.errors import ConfigError
+from service.config import ServiceConfig, default_text, load_config, parse_text
 
 _SIMPLE = (bool, int, float)
 
@@ -34,7 +32,7 @@ def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         own_values = {parameter.name: given.pop(parameter.name) for parameter in own}
         file = given.pop("config_file")
         try:
-            overrides = {name: _parse(name, value) for name, value in given.items()}
+            overrides = {name: parse_text(name, value) for name, value in given.items()}
             return command(load_config(file, overrides), **own_values)
         except ConfigError as error:
             typer.secho(str(error), fg="red", err=True)
@@ -60,24 +58,6 @@ def _setting(name: str, field: FieldInfo) -> inspect.Parameter:
     kind = field.annotation if field.annotation in _SIMPLE else str
     flag = "--" + name.replace("_", "-")
     flags = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
-    shown = field.default.value if isinstance(field.default, Enum) else field.default
-    text = f"{field.description} [{','.join(map(str, shown)) if isinstance(shown, tuple) else shown}]"
+    default = default_text(name)
+    text = f"{field.description} [{default}]" if default else str(field.description)
     return _option(name, Optional[kind], *flags, text=text)  # noqa: UP045
-
-
-def _parse(name: str, value: Any) -> Any:
-    """A value as typed on the command line: 16,32 for a list, JSON for a table."""
-    if not isinstance(value, str):
-        return value
-    kind = ServiceConfig.model_fields[name].annotation
-    if typing.get_origin(kind) is tuple:
-        try:
-            return tuple(int(part) for part in value.split(",") if part)
-        except ValueError:
-            raise ConfigError(must_be(name, "numbers with commas between", repr(value))) from None
-    if name == "shape" and value.startswith("{"):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(must_be(name, f"a preset or a JSON table ({error})", repr(value))) from None
-    return value

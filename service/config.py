@@ -7,12 +7,18 @@ values with ConfigError naming the field.
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
-from collections.abc import Mapping
+import re
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -20,9 +26,6 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
-    TomlConfigSettingsSource,
-    YamlConfigSettingsSource,
 )
 
 from megamoe import Bundle, Deployment, MoeShape, RowFormat, plan_bundle, preset
@@ -164,10 +167,14 @@ class ServiceConfig(BaseModel):
             table["num_ranks"] = self.num_ranks
         if self.num_layers:
             table["num_layers"] = self.num_layers
-        try:
-            return MoeShape(**table)
-        except TypeError as error:
-            raise ConfigError(f"shape must be a preset or a full table, got {self.shape}: {error}") from error
+        missing = [
+            name for name in ("hidden", "intermediate", "num_experts", "num_topk") if name not in table
+        ]
+        if missing:
+            raise ConfigError(
+                must_be("shape", "a preset or a full table", f"{self.shape} without {', '.join(missing)}")
+            )
+        return MoeShape(**table)
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -253,9 +260,9 @@ def load_config(
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             sources: list[PydanticBaseSettingsSource] = [init_settings]
             if env:
-                sources.append(EnvSettingsSource(settings_cls))
+                sources.append(_Environment(settings_cls))
             if file is not None:
-                sources.append(_file_source(settings_cls, file))
+                sources.append(InitSettingsSource(settings_cls, _read_file(file)))
             return (*sources, _Profile(settings_cls, {}))
 
     if env:
@@ -264,8 +271,6 @@ def load_config(
         loaded = Loader(**given)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from error
-    except SettingsError as error:
-        raise ConfigError(f"lists and tables in variables must be JSON, such as [16, 32]: {error}") from error
     values = {name: getattr(loaded, name) for name in ServiceConfig.model_fields}
     return ServiceConfig(**values).check()
 
@@ -280,17 +285,67 @@ class _Profile(InitSettingsSource):
         return dict(PROFILES[name])
 
 
-def _file_source(settings_cls: type[BaseSettings], file: Path) -> PydanticBaseSettingsSource:
+class _Environment(EnvSettingsSource):
+    """Variables, written as on the command line."""
+
+    def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
+        return parse_text(field_name, value)
+
+
+def parse_text(name: str, value: Any) -> Any:
+    """A setting as a person types it: 16,32 (or [16, 32]) for a list, JSON for a table. Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    if typing.get_origin(ServiceConfig.model_fields[name].annotation) is tuple:
+        try:
+            return tuple(
+                int(part) for part in value.strip().removeprefix("[").removesuffix("]").split(",") if part
+            )
+        except ValueError:
+            raise ConfigError(must_be(name, "numbers with commas between", repr(value))) from None
+    if name == "shape" and value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(must_be(name, f"a preset or a JSON table ({error})", repr(value))) from None
+    return value
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """The settings of a YAML or TOML file."""
+    readers: dict[str, typing.Callable[[str], Any]] = {
+        ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads
+    }  # fmt: skip
     if not file.is_file():
         raise ConfigError(must_be("config file", "a readable file", file))
+    if file.suffix not in readers:
+        raise ConfigError(must_be("config file", "a .yaml, .yml or .toml", file.name))
     try:
-        if file.suffix in (".yaml", ".yml"):
-            return YamlConfigSettingsSource(settings_cls, yaml_file=file)
-        if file.suffix == ".toml":
-            return TomlConfigSettingsSource(settings_cls, toml_file=file)
-    except Exception as error:
-        raise ConfigError(f"config file {file} cannot be read: {error}") from error
-    raise ConfigError(must_be("config file", "a .yaml, .yml or .toml", file.name))
+        table = readers[file.suffix](file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"config file {file} cannot be read: {why}") from error
+    if table is None:  # empty
+        return {}
+    if not isinstance(table, dict):
+        raise ConfigError(must_be(f"config file {file}", "a table of settings", f"a {type(table).__name__}"))
+    return {str(name): value for name, value in table.items()}
+
+
+def default_text(name: str) -> str:
+    """The default of a setting for help and README, with what profiles set instead; empty for no default."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
+
+    own = shown(ServiceConfig.model_fields[name].default)
+    parts = [own]
+    for profile, table in PROFILES.items():
+        if name in table and shown(table[name]) != own:
+            parts.append(f"{profile}: {shown(table[name])}")
+    return "; ".join(part for part in parts if part)
 
 
 def _refuse_unknown_variables() -> None:
@@ -298,9 +353,14 @@ def _refuse_unknown_variables() -> None:
     known = {ENV_PREFIX + name.upper() for name in ServiceConfig.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name.upper() not in known)
     if unknown:
-        raise ConfigError(
-            must_be("environment variables", f"{ENV_PREFIX}<FIELD> with a known field", ", ".join(unknown))
-        )
+        wanted = f"{ENV_PREFIX}<FIELD> with a known field" + _perhaps(unknown[0].upper(), known)
+        raise ConfigError(must_be("environment variables", wanted, ", ".join(unknown)))
+
+
+def _perhaps(word: str, known: Iterable[str]) -> str:
+    """What a misspelled word may mean."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (perhaps {close[0]})" if close else ""
 
 
 def _sentence(error: ValidationError) -> str:
@@ -309,9 +369,11 @@ def _sentence(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         field = ".".join(str(part) for part in item["loc"]) or "config"
         if item["type"] == "extra_forbidden":
-            parts.append(must_be(field, "a known setting", repr(item["input"])))
+            wanted = "a known setting" + _perhaps(field, ServiceConfig.model_fields)
+            parts.append(must_be(field, wanted, repr(item["input"])))
         else:
-            parts.append(f"{field}: {item['msg']}, got {item['input']!r}")
+            rule = re.sub(r"^\w+ should ", "must ", item["msg"])
+            parts.append(f"{field} {rule}, got {item['input']!r}")
     return "; ".join(parts)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from service.config import ENV_PREFIX, ServiceConfig
+from service.config import ENV_PREFIX, ServiceConfig, default_text
 from service.metrics import RankMetrics
 
 COMMON_LABELS = {"rank", "model_name", "le"}
@@ -19,8 +19,8 @@ def settings_table() -> str:
     """One row per setting: field, default, environment variable, meaning."""
     lines = ["| setting | default | environment | meaning |", "|---|---|---|---|"]
     for name, info in ServiceConfig.model_fields.items():
-        default = getattr(info.default, "value", info.default)
-        shown = f"`{default}`" if default != "" else ""
+        default = default_text(name)
+        shown = f"`{default}`" if default else ""
         text = str(info.description).replace("|", "\\|")
         lines.append(f"| `{name}` | {shown} | `{ENV_PREFIX}{name.upper()}` | {text} |")
     return "\n".join(lines)

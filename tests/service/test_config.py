@@ -11,7 +11,7 @@ import pytest
 from megamoe import Path as MoePath
 from megamoe import RowFormat
 from megamoe.errors import ConfigError
-from service.config import MIB, PROFILES, ServiceConfig, load_config
+from service.config import MIB, PROFILES, ServiceConfig, default_text, load_config
 
 
 @pytest.fixture(autouse=True)
@@ -101,13 +101,13 @@ SMALL = {"hidden": 64, "intermediate": 32, "num_experts": 8, "num_topk": 2}
         ({"shape": "huge"}, "shape preset must be one of .*, got 'huge'"),
         ({"shape": {"hiden": 3}}, r"shape must be a table of hidden, .*, got \['hiden'\]"),
         ({"num_ranks": 3}, "num_ranks must be 1, 2, 4 or 8"),
-        ({"step_timeout_s": float("inf")}, "step_timeout_s: .* less than or equal to 86400, got inf"),
-        ({"lease_timeout_s": 1e300}, "lease_timeout_s: .* less than or equal to 86400"),
+        ({"step_timeout_s": float("inf")}, "step_timeout_s must .* less than or equal to 86400, got inf"),
+        ({"lease_timeout_s": 1e300}, "lease_timeout_s must .* less than or equal to 86400"),
         ({"stop_timeout_s": float("nan")}, "stop_timeout_s: "),
-        ({"rank_cpus": float("inf")}, "rank_cpus: .* finite"),
-        ({"max_step_rows": 2**31}, "max_step_rows: .* less than or equal to 2147483647"),
+        ({"rank_cpus": float("inf")}, "rank_cpus must .* finite"),
+        ({"max_step_rows": 2**31}, "max_step_rows must .* less than or equal to 2147483647"),
         ({"max_message_bytes": 100}, "max_message_bytes must be at least 66096, one row, got 100"),
-        ({"max_message_bytes": 2**31}, "max_message_bytes: .* less than or equal to 2147483647"),
+        ({"max_message_bytes": 2**31}, "max_message_bytes must .* less than or equal to 2147483647"),
         ({"host": ""}, "host: "),
         ({"host": "a b"}, "host: "),
         ({"shape": SMALL | {"hidden": "64"}}, "hidden must be a whole number, got '64'"),
@@ -119,13 +119,18 @@ SMALL = {"hidden": 64, "intermediate": 32, "num_experts": 8, "num_topk": 2}
             "fused_shared_expert must be true or false, got 'no'",
         ),
         ({"shape": SMALL | {"name": "x" * 101}}, "name must be a name of 1 to 100 characters"),
-        ({"port": 70000}, "port: .*less than or equal to 65535, got 70000"),
-        ({"launcher": "slurm"}, "launcher: .*'ray' or 'local', got 'slurm'"),
+        ({"port": 70000}, "^port must be less than or equal to 65535, got 70000$"),
+        ({"port": "abc"}, "^port must be a valid integer, .*, got 'abc'$"),
+        ({"launcher": "slurm"}, "^launcher must be 'ray' or 'local', got 'slurm'$"),
+        ({"shape": {"hidden": 64, "num_topk": 2}}, "a full table, got .* without intermediate, num_experts$"),
+        ({"small_m_capacities": [3]}, "^small_m_capacities must be powers of two, got 3"),
+        ({"large_m_capacity": 3}, "^large_m_capacity must be a power of two, got 3"),
         ({"max_tokens_per_rank": 100}, "max_tokens_per_rank must be a power of two"),
         ({"batch_invariant": True, "combine_row_format": "auto"}, "combine_row_format must be bf16 or fp8"),
         ({"checkpoint": "/nowhere/at/all"}, "checkpoint must be a folder"),
         ({"rank_port": 65535}, "rank_port must be below 65536 for every rank"),
-        ({"prot": 3}, "prot must be a known setting"),
+        ({"prot": 3}, r"^prot must be a known setting \(perhaps port\), got 3$"),
+        ({"colour": 3}, r"^colour must be a known setting, got 3$"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -146,15 +151,48 @@ def test_misspelled_variables_and_files_are_refused(tmp_path: Path, monkeypatch:
     (tmp_path / "c.yaml").write_text("portt: 3")
     with pytest.raises(ConfigError, match="portt must be a known setting"):
         load_config(tmp_path / "c.yaml")
-    with monkeypatch.context() as patch:
-        patch.setenv("MEGAMOE_SMALL_M_CAPACITIES", "16;32")
-        with pytest.raises(
-            ConfigError, match="lists and tables in variables must be JSON, .*small_m_capacities"
-        ):
-            load_config()
+    (tmp_path / "d.yaml").write_text("- 1\n- 2\n")
+    with pytest.raises(ConfigError, match="d.yaml must be a table of settings, got a list"):
+        load_config(tmp_path / "d.yaml")
+    (tmp_path / "e.yaml").write_text("num_ranks: [8\n")
+    with pytest.raises(ConfigError, match="e.yaml cannot be read: .*line 1"):
+        load_config(tmp_path / "e.yaml")
+    (tmp_path / "f.yaml").write_text("# nothing chosen\n")
+    assert load_config(tmp_path / "f.yaml") == load_config()
     monkeypatch.setenv("MEGAMOE_PROT", "3")
-    with pytest.raises(ConfigError, match="got MEGAMOE_PROT"):
+    with pytest.raises(ConfigError, match=r"\(perhaps MEGAMOE_PORT\), got MEGAMOE_PROT"):
         load_config()
+
+
+@pytest.mark.parametrize("written", ["8,16", "[8, 16]", " 8, 16 "])
+def test_lists_in_the_environment_are_written_as_on_the_command_line(
+    written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAMOE_SMALL_M_CAPACITIES", written)
+    assert load_config().small_m_capacities == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "sentence"),
+    [
+        ("SMALL_M_CAPACITIES", "8;16", "small_m_capacities must be numbers with commas between, got '8;16'"),
+        ("SHAPE", "{hidden", "shape must be a preset or a JSON table"),
+        ("BATCH_INVARIANT", "maybe", "batch_invariant must be a valid boolean"),
+    ],
+)
+def test_values_in_the_environment_are_refused_by_name(
+    name: str, written: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAMOE_" + name, written)
+    with pytest.raises(ConfigError, match=sentence):
+        load_config()
+
+
+def test_defaults_are_told_with_what_profiles_set_instead() -> None:
+    assert default_text("max_tokens_per_rank") == "8192; demo: 512; emulated: 64"
+    assert default_text("small_m_capacities") == "256,512; demo: 16,32; emulated: 8,16"
+    assert default_text("restart") == "true"
+    assert default_text("checkpoint") == ""
 
 
 def test_config_travels_to_rank_processes(monkeypatch: pytest.MonkeyPatch) -> None:
