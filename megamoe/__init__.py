@@ -3,6 +3,7 @@
 See CONTRIBUTING.md for the map of the house.
 """
 
+from megamoe.backends import check_backend
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
 from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
 from megamoe.bundle import (
@@ -47,6 +48,7 @@ __all__ = [
     "RowFormat",
     "Runtime",
     "RuntimeSpec",
+    "SHM_DIR",
     "SharedSegment",
     "StageTimes",
     "StepIntent",
@@ -56,6 +58,7 @@ __all__ = [
     "Word",
     "agree",
     "bench_deployment",
+    "check_backend",
     "choose_path",
     "fence",
     "format_results",

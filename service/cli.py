@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megamoe import check_backend
 from megamoe.errors import MegaMoeError
 from service.cli_options import with_config_options
 from service.config import ServiceConfig
@@ -30,6 +32,8 @@ app = typer.Typer(
 @with_config_options
 def serve(config: ServiceConfig) -> None:
     """Start the service: ranks, front and metrics. Ctrl-C or SIGTERM stops it cleanly."""
+    # Nobody forks here without exec; gRPC would print a line for every process that Ray starts. Read at its import.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from service.info import State
     from service.supervisor import Supervisor
 
@@ -51,6 +55,7 @@ def serve(config: ServiceConfig) -> None:
         for path, reason in config.bundle.reasons.items():
             typer.echo(f"  {path} is not built: {reason}")
 
+    check_backend(config.bundle)
     typer.echo(f"megamoe starts {config.moe_shape.num_ranks} ranks with the {config.launcher} launcher ...")
     try:
         asyncio.run(Supervisor(config, on_up=on_up).run())
@@ -120,7 +125,10 @@ def demo(
     from service.demo import run_demo
 
     with _told():
-        status = run_demo(out=out, launcher=launcher, duration_s=duration)
+        try:
+            status = run_demo(out=out, launcher=launcher, duration_s=duration)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
     raise typer.Exit(status)
 
 

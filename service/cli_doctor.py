@@ -11,6 +11,8 @@ from importlib import metadata
 import psutil
 from rich.console import Console
 
+from megamoe import check_backend
+from megamoe.errors import ConfigError
 from service.cli_plan import _size
 from service.config import ServiceConfig
 from service.memory import shm_bytes, shm_left_bytes
@@ -30,7 +32,7 @@ def findings(config: ServiceConfig) -> list[Finding]:
     found = [_python(), *[_package(name) for name in _PACKAGES], _machine()]
     if config.launcher == "ray":
         found.append(_package("ray", "or use --launcher local"))
-    found += [_shared_memory(config), _memory(config), *_ports(config)]
+    found += [_backend(config), _shared_memory(config), _memory(config), *_ports(config)]
     return found
 
 
@@ -49,6 +51,14 @@ def _package(name: str, instead: str = "pip install megamoe") -> Finding:
 def _machine() -> Finding:
     known = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
     return Finding(known, f"{platform.system()} on {platform.machine()} (Linux on x86_64 or aarch64)")
+
+
+def _backend(config: ServiceConfig) -> Finding:
+    try:
+        check_backend(config.bundle)
+    except ConfigError as error:
+        return Finding(False, str(error))
+    return Finding(True, f"backend {config.backend}")
 
 
 def _shared_memory(config: ServiceConfig) -> Finding:
@@ -73,9 +83,9 @@ def _ports(config: ServiceConfig) -> list[Finding]:
     found = []
     for name, ports in wanted.items():
         taken = [port for port in ports if port and not _is_free(config.host, port)]
-        shown = ", ".join(map(str, ports)) if ports else "any free port"
-        state = f"taken: {taken}" if taken else "free"
-        found.append(Finding(not taken, f"{name} {config.host} {shown}: {state}"))
+        shown = ", ".join(map(str, ports))
+        state = "any free one" if not ports else f"{shown}: taken: {taken}" if taken else f"{shown}: free"
+        found.append(Finding(not taken, f"{name} of {config.host} {state}"))
     return found
 
 

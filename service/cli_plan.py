@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megamoe import Path, PathPolicy, plan_layout
+from megamoe import Path, PathPolicy, check_backend, plan_layout
+from megamoe.errors import ConfigError
 from service.config import MIB, ServiceConfig
 from service.memory import shm_bytes, shm_left_bytes
 
@@ -60,6 +61,10 @@ def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
     fits = total <= free
     verdict = "it fits" if fits else "it does NOT fit (Docker: --shm-size; or lower max_tokens_per_rank)"
     out.print(f"/dev/shm: {_size(total)} needed ({parts}), {_size(free)} free: {verdict}", highlight=False)
+    try:
+        check_backend(bundle)
+    except ConfigError as error:
+        out.print(f"on this machine it cannot start: {error}", highlight=False)
     return fits
 
 

@@ -23,13 +23,20 @@ from megamoe.errors import UnavailableError
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0
+REPORT_TIMEOUT_S = 20.0
 
 
 def run_demo(*, out: Path, launcher: str, duration_s: float | None) -> int:
     """Run the demo; returns the load generator's exit status. The report is left under `out`.
 
+    Ctrl-C and SIGTERM end it like its end: the load generator writes its report, the service stops.
     Raises UnavailableError when the service does not become ready within READY_TIMEOUT_S.
     """
+    with _sigterm_as_exit():
+        return _run(out=out, launcher=launcher, duration_s=duration_s)
+
+
+def _run(*, out: Path, launcher: str, duration_s: float | None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     port, http_port = _free_ports(2)
     log = out / "service.log"
@@ -48,9 +55,38 @@ def run_demo(*, out: Path, launcher: str, duration_s: float | None) -> int:
         print(f"starting the service: 8 ranks on the CPU, {launcher} launcher (log: {log})", flush=True)
         _wait_ready(process, f"http://127.0.0.1:{http_port}/readyz", log)
         print(f"ready after {time.monotonic() - started:.0f} s on 127.0.0.1:{port}", flush=True)
-        status = subprocess.run(load, check=False).returncode
-    print(f"stopped; report: {out / 'report.json'}", flush=True)
+        status = _load(load)
+    print("stopped", flush=True)
     return status
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that what was started is stopped."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _load(command: list[str]) -> int:
+    """Run the load generator; a signal for us reaches it exactly once: its second one would end it without a report."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(REPORT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
 
 
 @contextlib.contextmanager
@@ -61,6 +97,7 @@ def _service(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
         try:
             yield process
         finally:
+            print("stopping the service", flush=True)
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(STOP_TIMEOUT_S)

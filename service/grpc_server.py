@@ -7,6 +7,7 @@ often as a client sends them (a strict server answers GOAWAY too_many_pings and 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -82,6 +83,14 @@ def make_server(
 
 def listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
     """Bind and return the port. Raises ConfigError when it is taken."""
+    if port:  # gRPC itself does not say why it cannot bind, and prints to standard error
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host.strip("[]"), port), family=family).close()
+        except OSError as error:
+            raise ConfigError(
+                must_be(f"{what} {host}:{port}", "free to listen on", error.strerror or error)
+            ) from error
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError:  # it says no reason, only where gRPC would log one

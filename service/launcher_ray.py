@@ -53,6 +53,8 @@ class RayLauncher:
 
     def __init__(self, config: ServiceConfig) -> None:
         self._started_cluster = not ray.is_initialized()
+        # Its warnings at start are about signals and tokens, which are ours to see to; its errors are raised.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init(
                 address=config.ray_address or "local",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -96,6 +96,23 @@ def open_backend(
     Raises ConfigError for an unknown backend or one whose packages are not installed, HeapError when memory is
     short, PeerTimeoutError naming ranks that did not open within timeout_s.
     """
+    opener: Opener = _module(name).open_backend
+    return opener(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)
+
+
+def check_backend(bundle: Bundle) -> None:
+    """Say before anything starts what `open_backend` would refuse on this machine. Allocates nothing.
+
+    Raises ConfigError: an unknown backend, packages or a device that are missing, settings that it does not serve.
+    A backend that can be refused so has a function `check(bundle)` beside its `open_backend`.
+    """
+    check: Callable[[Bundle], None] | None = getattr(_module(bundle.deployment.backend), "check", None)
+    if check is not None:
+        check(bundle)
+
+
+def _module(name: str) -> Any:
+    """The backend's own door."""
     if name not in _MODULES:
         raise ConfigError(must_be("backend", f"one of {', '.join(_MODULES)}", repr(name)))
     try:
@@ -104,5 +121,6 @@ def open_backend(
         raise ConfigError(
             f"backend {name} needs the package {error.name}: install megamoe[{name}] (got: not installed)"
         ) from error
-    opener: Opener = module.open_backend
-    return opener(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)
+    if not hasattr(module, "open_backend"):
+        raise ConfigError(f"backend {name} has no kernels in this version, use another one")
+    return module

@@ -12,9 +12,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megamoe.bundle import Bundle
+from megamoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from megamoe.backends.gfx950.backend import Gfx950Backend
+
+
+def check(bundle: Bundle) -> None:
+    """Raises ConfigError where no rank could open here: settings that are not served, no ROCm device."""
+    import torch
+
+    from megamoe.backends.gfx950.backend import check_served
+
+    check_served(bundle.deployment)
+    if not bundle.deployment.gfx950_emulated and not (torch.version.hip and torch.cuda.is_available()):
+        raise ConfigError("backend gfx950 needs a ROCm build of torch and a GPU (got: no ROCm device)")
 
 
 def open_backend(

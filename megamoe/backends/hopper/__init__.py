@@ -11,7 +11,8 @@ Nothing here imports Triton before a GPU backend is opened.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from megamoe.bundle import Bundle
 from megamoe.errors import ConfigError
@@ -31,6 +32,26 @@ def separate_queues() -> None:
     os.environ.setdefault(_CONNECTIONS, "32")
 
 
+def check(bundle: Bundle) -> None:
+    """Raises ConfigError where no rank could open here: no Triton, no CUDA device, settings that are not served."""
+    import torch
+
+    served = _backend().check_served
+    if not torch.cuda.is_available():
+        raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
+    served(bundle.deployment)
+
+
+def _backend() -> Any:
+    """The module with the kernels. Raises ConfigError naming a package that is not installed."""
+    try:
+        return import_module("megamoe.backends.hopper.backend")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"backend hopper needs the package {error.name}: install megamoe[hopper] (got: not installed)"
+        ) from error
+
+
 def open_backend(
     bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
 ) -> HopperBackend:
@@ -40,10 +61,7 @@ def open_backend(
     PeerTimeoutError.
     """
     separate_queues()
-    try:
-        from megamoe.backends.hopper.backend import HopperBackend
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"backend hopper needs the package {error.name}: install megamoe[hopper] (got: not installed)"
-        ) from error
-    return HopperBackend(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)
+    opened: HopperBackend = _backend().HopperBackend(
+        bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s
+    )
+    return opened
