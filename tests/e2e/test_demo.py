@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,9 +74,13 @@ def end(process: Demo, number: int) -> tuple[int, str, list[psutil.Process]]:
 def test_sigterm_while_the_service_starts_stops_it(tmp_path: Path) -> None:
     with demo(tmp_path) as process:
         wait_for(process, "starting the service")
+        log, deadline = tmp_path / "service.log", time.monotonic() + 60
+        while "megamoe starts" not in log.read_text():  # before that it has nothing to stop
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         status, said, left = end(process, signal.SIGTERM)
     assert (status, left) == (128 + signal.SIGTERM, []), said
-    assert "megamoe has stopped" in (tmp_path / "service.log").read_text()
+    assert "megamoe has stopped" in log.read_text()
 
 
 @pytest.mark.e2e
