@@ -34,7 +34,7 @@ class Progress:
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
-        self.counts = dict.fromkeys(Status, 0)
+        self._counts = {phase: dict.fromkeys(Status, 0) for phase in RunPhase}
         self.num_tokens = 0
         self._seen_requests = 0
         self._seen_steps = 0
@@ -43,7 +43,7 @@ class Progress:
     def update(self) -> None:
         record = self.replay.record
         for request in record.requests[self._seen_requests :]:
-            self.counts[request.status] += 1
+            self._counts[request.phase][request.status] += 1
         self._seen_requests = len(record.requests)
         for step in record.steps[self._seen_steps :]:
             self.num_tokens += step.num_tokens
@@ -51,6 +51,11 @@ class Progress:
         now = time.monotonic()
         recent = [point for point in self._rates if now - point[0] < RATE_WINDOW_S]
         self._rates = [*(recent or self._rates[-1:]), (now, self._seen_steps, self.num_tokens)]
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        """Requests of the phase that runs, by how they ended."""
+        return self._counts[self.replay.phase]
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -174,17 +179,22 @@ def _paths(report: dict[str, Any]) -> Table:
         title=f"Paths, whole run: {report['calls']:,} layer calls, {report['layers']} layers a step",
         title_justify="left",
     )
-    for name in ("path", "sub-steps", "p50 ms", "p90 ms", "p99 ms", "service p50", "counted", "scraped p50"):
-        table.add_column(name, justify="left" if name == "path" else "right")
+    headings = (
+        "path", "sub-\nsteps", "p50\nms", "p90\nms", "p99\nms",
+        "scraped\nsteps", "replies\np50 ms", "scraped\np50 ms",
+    )  # fmt: skip
+    for name in headings:
+        table.add_column(name, justify="left" if name == "path" else "right", overflow="fold")
+    table.columns[0].no_wrap = True
     for path, figures in report["paths"].items():
-        latency = figures["latency_ms"]
+        latency, checked = figures["latency_ms"], report["service_check"].get("paths", {}).get(path, {})
         table.add_row(
             path,
             f"{figures['num_steps']:,}",
             *(_number(latency[point]) for point in ("p50", "p90", "p99")),
-            _number(figures["service_ms"]["p50"]),
             f"{figures['scraped_num_steps']:,}" if "scraped_num_steps" in figures else "-",
-            _number(figures["scraped_ms"]["p50"]) if "scraped_ms" in figures else "-",
+            _number(checked.get("replies_p50_ms")),
+            _number(checked.get("scraped_p50_ms")),
         )
     return table
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from megamoe import check_backend
+from megamoe import DISTRIBUTIONS, check_backend
 from megamoe.errors import MegaMoeError
 from service.cli_options import with_config_options
 from service.config import ServiceConfig
@@ -83,7 +83,7 @@ def bench(
     config: ServiceConfig,
     sizes: Annotated[str, typer.Option(help="tokens a rank, with commas between")] = "1,16,64,256",
     paths: Annotated[str, typer.Option(help="paths, with commas between; default: all that are built")] = "",
-    distribution: Annotated[str, typer.Option(help="routing distribution")] = "uniform",
+    distribution: Annotated[str, typer.Option(help=f"routing: {', '.join(DISTRIBUTIONS)}")] = "uniform",
     calls: Annotated[int, typer.Option(min=3, help="timed layer calls a path and size")] = 15,
     as_deployed: Annotated[
         bool, typer.Option(help="the deployment's own runtimes; otherwise every path is built for every size")

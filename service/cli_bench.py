@@ -5,9 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megamoe import BenchConfig, Path, bench_deployment, run_bench
+from megamoe import DISTRIBUTIONS, BenchConfig, Path, bench_deployment, run_bench
 from megamoe.errors import InvalidArgumentError, must_be
 from service.config import ServiceConfig
+
+_MAX_SIZE = 8192
+"""Capacity of the largest runtime that can be built."""
 
 
 def print_bench(
@@ -15,6 +18,10 @@ def print_bench(
 ) -> None:
     """Run and print it. Raises InvalidArgumentError for sizes or paths that cannot be."""
     numbers = _numbers(sizes)
+    if distribution not in DISTRIBUTIONS:
+        raise InvalidArgumentError(
+            must_be("distribution", f"one of {', '.join(DISTRIBUTIONS)}", repr(distribution))
+        )
     deployment = config.deployment
     if not as_deployed:
         capacity = 1 << (max(numbers) - 1).bit_length()
@@ -33,7 +40,9 @@ def print_bench(
         f"{shape.num_experts} experts, top-{shape.num_topk}, {shape.num_ranks} ranks, {distribution} routing",
         highlight=False,
     )
-    table = Table("path", "tokens/rank", "p50 ms", "p90 ms", "rows/s", "plain torch ms", "of torch's speed")
+    table = Table(
+        "path", "tokens\na rank", "p50 ms", "p90 ms", "rows/s", "plain\ntorch ms", "of torch's\nspeed"
+    )
     with out.status("measuring ..."):
         for result in run_bench(wanted):
             table.add_row(
@@ -57,8 +66,9 @@ def _numbers(text: str) -> tuple[int, ...]:
         numbers = tuple(sorted({int(part) for part in text.split(",") if part}))
     except ValueError:
         numbers = ()
-    if not numbers or numbers[0] < 1:
-        raise InvalidArgumentError(must_be("sizes", "numbers of at least 1 with commas between", repr(text)))
+    if not numbers or numbers[0] < 1 or numbers[-1] > _MAX_SIZE:
+        wanted = f"numbers from 1 to {_MAX_SIZE} with commas between"
+        raise InvalidArgumentError(must_be("sizes", wanted, repr(text)))
     return numbers
 
 

@@ -82,7 +82,8 @@ def _ports(config: ServiceConfig) -> list[Finding]:
         wanted[name] = [first + rank for rank in range(config.moe_shape.num_ranks)] if first else []
     found = []
     for name, ports in wanted.items():
-        taken = [port for port in ports if port and not _is_free(config.host, port)]
+        ports = [port for port in ports if port]
+        taken = [port for port in ports if not _is_free(config.host, port)]
         shown = ", ".join(map(str, ports))
         state = "any free one" if not ports else f"{shown}: taken: {taken}" if taken else f"{shown}: free"
         found.append(Finding(not taken, f"{name} of {config.host} {state}"))

@@ -23,7 +23,7 @@ from megamoe.errors import (
 from service import codec, wire
 from service.config import ServiceConfig
 from service.front_group import FrontGroup, StepDone, StepJob
-from service.grpc_server import ADMIN_SERVICE, LAYER_SERVICE, Health, listen, make_server, unary
+from service.grpc_server import ADMIN_SERVICE, LAYER_SERVICE, Health, elsewhere, listen, make_server, unary
 from service.http_server import HttpServer
 from service.info import State, built_paths, service_info
 from service.pb import moe_pb2 as pb
@@ -82,6 +82,10 @@ class Front:
                 pb.ForwardStepRequest,
                 bytes,
                 deserialize=_sized(wire.deserializer(pb.ForwardStepRequest)),
+            ),
+            "Forward": elsewhere(
+                grpc.stream_stream_rpc_method_handler,
+                "Forward streams go to the ranks, not to the front: GetInfo names their addresses",
             ),
         }
 

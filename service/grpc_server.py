@@ -139,6 +139,15 @@ def unary(
     )
 
 
+def elsewhere(kind: Callable[..., Any], sentence: str) -> Any:
+    """The handler of a method that another server has: UNIMPLEMENTED, saying which. kind: grpc.*_rpc_method_handler."""
+
+    async def refuse(request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, sentence)
+
+    return kind(refuse)
+
+
 async def abort(context: Any, error: MegaMoeError) -> None:
     """End a unary call with the status of `error`; the code and the ranks it names go into trailing metadata."""
     metadata = [(codec.ERROR_CODE_METADATA, error.code)]

@@ -1,8 +1,8 @@
-"""Shared memory of services that were killed together with all their ranks: the next start on the machine removes it.
+"""Shared memory of killed services: a janitor removes it at once; where that was killed too, the next start does.
 
 A service marks itself with a file of its name in /dev/shm that it keeps locked; the kernel unlocks it however the
-service ends. Who finds a mark without a lock knows that its memory belongs to nobody. (When only the supervisor is
-killed its ranks clean up themselves; when a rank is killed the supervisor does.)
+service ends. Who finds a mark without a lock knows that its memory belongs to nobody. (When only the supervisor is killed
+its ranks clean up themselves, except Ray's, which are killed along; when a rank is killed the supervisor does.)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from megamoe import SHM_DIR, unlink_all
 log = logging.getLogger("megamoe.supervisor")
 
 _MARK = "megamoe-alive-"
+# A line = all went in order. The end of input = the supervisor is gone; its ranks get a moment to go first.
+_JANITOR = 'read -r line || { sleep 1; rm -f "$1"-* "$2"; }'
 
 
 @contextlib.contextmanager
@@ -34,6 +37,22 @@ def marked(service: str) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(fd)
+
+
+@contextlib.contextmanager
+def with_janitor(service: str) -> Iterator[None]:
+    """A small shell that removes the service's memory when this process dies in the body: the kernel closes its pipe."""
+    janitor = subprocess.Popen(
+        ["/bin/sh", "-c", _JANITOR, "megamoe-janitor", str(SHM_DIR / service), str(SHM_DIR / f"{_MARK}{service}")],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # somebody killed or stopped it
+            janitor.communicate("done\n", timeout=5.0)
 
 
 def remove_leftovers() -> list[str]:

@@ -27,7 +27,7 @@ from megamoe.errors import (
     must_be,
 )
 from service import codec, wire
-from service.grpc_server import unary
+from service.grpc_server import elsewhere, unary
 from service.messages import (
     CloseRequest,
     ErrorReply,
@@ -82,6 +82,10 @@ class RankServicer:
                 self.forward,
                 request_deserializer=wire.deserializer(pb.ForwardRequest),
                 response_serializer=bytes,
+            ),
+            "ForwardStep": elsewhere(
+                grpc.unary_unary_rpc_method_handler,
+                "ForwardStep goes to the front, not to a rank: GetInfo names its address",
             ),
         }
 

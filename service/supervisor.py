@@ -70,6 +70,7 @@ class Supervisor:
         leftovers.remove_leftovers()
         mark = contextlib.ExitStack()
         mark.enter_context(leftovers.marked(self._name))
+        mark.enter_context(leftovers.with_janitor(self._name))
         try:
             port, http_port = await self.front.start()
             host = self.config.public_host

@@ -94,7 +94,10 @@ def main() -> None:
     # setuptools first, so that the project is built here and not in a second, unpinned environment.
     if not run(*pip, "-c", CONSTRAINTS, f"setuptools=={pinned('setuptools')}"):
         raise SystemExit("setuptools could not be installed")
-    if not run(*pip, "--no-build-isolation", "-c", CONSTRAINTS, "-e", f".[{extra}]" if extra else "."):
+    # compat: a .pth file with the checkout's path. Setuptools' default, an import hook, is asked last: beside a clone
+    # called megamoe, `import megamoe` would find that folder and not the package in it.
+    project = ["--config-settings", "editable_mode=compat", "-e", f".[{extra}]" if extra else "."]
+    if not run(*pip, "--no-build-isolation", "-c", CONSTRAINTS, *project):
         raise SystemExit("the project could not be installed; pip's words are above")
     (folder / (f".stamp-{extra}" if extra else ".stamp")).write_text(f"{way}\n")
     print(

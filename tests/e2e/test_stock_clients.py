@@ -88,6 +88,25 @@ async def test_generated_stubs_alone(running_service: ServiceProcess) -> None:
         await channel.close()
 
 
+async def test_a_method_of_the_other_server_says_where_to_go(running_service: ServiceProcess) -> None:
+    async with AsyncFront(running_service.front) as front:
+        ranks = (await front.info()).rank_addresses
+    async with (
+        grpc.aio.insecure_channel(running_service.front) as to_front,
+        grpc.aio.insecure_channel(ranks[0]) as to_rank,
+    ):
+        stub: Any = MoELayerStub(to_front)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Forward().read()
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "GetInfo names their addresses" in str(refused.value.details())
+        stub = MoELayerStub(to_rank)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ForwardStep(pb.ForwardStepRequest())
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "ForwardStep goes to the front" in str(refused.value.details())
+
+
 @pytest.fixture(scope="session")
 def node_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with Node's stock gRPC packages. A machine without node fails here: Node callers are supported."""

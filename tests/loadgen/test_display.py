@@ -10,6 +10,7 @@ from rich.console import Console
 
 import loadgen.display as display
 from loadgen.profiles import PROFILES
+from loadgen.records import RunPhase
 from loadgen.replay import Replay
 from loadgen.synth import SyntheticTraces
 from tests.loadgen.fake_tier import FakeTier
@@ -65,5 +66,36 @@ def test_running_counts_equal_the_records() -> None:
     progress.update()
     asyncio.run(replay.run())
     progress.update()
-    assert sum(progress.counts.values()) == len(replay.record.requests)
+    in_profile = [request for request in replay.record.requests if request.phase is RunPhase.PROFILE]
+    assert 0 < len(in_profile) < len(replay.record.requests)
+    assert sum(progress.counts.values()) == len(in_profile), "the warm-up counts for itself"
     assert progress.num_tokens == sum(step.num_tokens for step in replay.record.steps)
+
+
+def test_the_tables_fit_a_terminal_of_80_columns() -> None:
+    """Names and numbers stand in full, also in a run of an hour."""
+    points = {"p50": 1234.56, "p90": 2345.67, "p99": 34567.89}
+    paths = {
+        path: {"num_steps": 98_765, "latency_ms": points, "scraped_num_steps": 98_764}
+        for path in display.PATHS
+    }
+    checked = {path: {"replies_p50_ms": 345.67, "scraped_p50_ms": 346.78} for path in display.PATHS}
+    report = {"calls": 395_000, "layers": 61, "paths": paths, "service_check": {"paths": checked}}
+    text = io.StringIO()
+    Console(file=text, width=80, color_system=None).print(display._paths(report))
+    shown = text.getvalue()
+    assert "…" not in shown
+    for word in (*display.PATHS, "98,765", "98,764", "345.67", "346.78"):
+        assert word in shown, shown
+
+
+def test_a_run_whose_service_was_not_read_has_tables_too() -> None:
+    report = {
+        "calls": 4,
+        "layers": 4,
+        "paths": {"compact": {"num_steps": 4, "latency_ms": dict.fromkeys(("p50", "p90", "p99"), 1.0)}},
+        "service_check": {"match": None, "reasons": ["not read"]},
+    }
+    text = io.StringIO()
+    Console(file=text, width=80, color_system=None).print(display._paths(report))
+    assert text.getvalue().count(" - ") == 3

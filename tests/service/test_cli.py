@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megamoe import plan_layout
@@ -90,6 +91,29 @@ def test_wrong_settings_are_one_line_and_status_2(arguments: list[str], sentence
     assert "Traceback" not in text
 
 
+def test_a_backend_that_cannot_start_here_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = "backend hopper needs a CUDA build of torch and a GPU"
+    settings = (
+        "--backend",
+        "hopper",
+        "--no-small-m-enabled",
+        "--no-large-m-enabled",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    )
+    status, text = run("doctor", *settings)
+    assert (status, f"no  {reason}" in text, "1 of" in text) == (1, True, True), text
+    status, text = run("plan", *settings)
+    assert (status, f"on this machine it cannot start: {reason}" in text) == (0, True), text
+    status, text = run("serve", *settings)
+    assert (status, reason in text, "starts" in text) == (2, True, False), text
+
+
 def test_lists_and_tables_on_the_command_line() -> None:
     table = '{"hidden": 64, "intermediate": 32, "num_experts": 16, "num_topk": 2, "name": "mine"}'
     status, text = run("plan", "--shape", table, "--small-m-capacities", "4,8", "--no-large-m-enabled")
@@ -124,8 +148,18 @@ def test_bench_prints_a_line_per_path_and_size() -> None:
     assert all(float(line[3]) > 0 for line in lines if line[1].strip() in ("compact", "small_m"))
 
 
-@pytest.mark.parametrize("arguments", [["--sizes", "x"], ["--sizes", "0"], ["--paths", "fast"]], ids=" ".join)
-def test_bench_refuses_what_cannot_be(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--sizes", "x"], "sizes must be numbers from 1 to 8192 with commas between, got 'x'"),
+        (["--sizes", "0"], "sizes must be"),
+        (["--sizes", "8193"], "sizes must be"),
+        (["--paths", "fast"], "paths must be"),
+        (["--distribution", "odd"], "distribution must be one of uniform, "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bench_refuses_what_cannot_be(arguments: list[str], sentence: str) -> None:
     status, text = run("bench", *arguments)
     assert status == 1
-    assert "must be" in text
+    assert text.startswith(sentence), "nothing is printed or measured before"
