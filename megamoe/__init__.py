@@ -48,7 +48,6 @@ __all__ = [
     "RowFormat",
     "Runtime",
     "RuntimeSpec",
-    "SHM_DIR",
     "SharedSegment",
     "StageTimes",
     "StepIntent",

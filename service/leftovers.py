@@ -1,8 +1,8 @@
 """Shared memory of killed services: a janitor removes it at once; where that was killed too, the next start does.
 
 A service marks itself with a file of its name in /dev/shm that it keeps locked; the kernel unlocks it however the
-service ends. Who finds a mark without a lock knows that its memory belongs to nobody. (When only the supervisor is killed
-its ranks clean up themselves, except Ray's, which are killed along; when a rank is killed the supervisor does.)
+service ends. Who finds a mark without a lock knows that its memory belongs to nobody. (When only the supervisor is
+killed its ranks clean up themselves, except Ray's, which are killed along; for a killed rank the supervisor does.)
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ def marked(service: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_janitor(service: str) -> Iterator[None]:
-    """A small shell that removes the service's memory when this process dies in the body: the kernel closes its pipe."""
+    """A small shell that removes the service's memory when this process dies in the body (its pipe ends)."""
     janitor = subprocess.Popen(
-        ["/bin/sh", "-c", _JANITOR, "megamoe-janitor", str(SHM_DIR / service), str(SHM_DIR / f"{_MARK}{service}")],
+        [
+            "/bin/sh",
+            "-c",
+            _JANITOR,
+            "megamoe-janitor",
+            str(SHM_DIR / service),
+            str(SHM_DIR / f"{_MARK}{service}"),
+        ],
         stdin=subprocess.PIPE,
         start_new_session=True,
         text=True,
