@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, layer_weights, shape_of
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
 from megamoe.errors import BindingError, ConfigError, IneligibleError, PeerRefusedError, PeerTimeoutError
@@ -15,8 +16,6 @@ from megamoe.routing import DISTRIBUTIONS
 from megamoe.runtime import Runtime
 from megamoe.step import Phase, PlanId, StepIntent, agree
 from megamoe.weights import LayerWeights, shard
-
-from .ranks import Ranks, batches_of, emulated, layer_weights, shape_of
 
 PATHS = (Path.FIXED_SLOT, Path.COMPACT)
 FORMATS = (RowFormat.BF16, RowFormat.FP8)
@@ -292,3 +291,28 @@ def test_through_the_runtime_with_a_thread_a_rank() -> None:
     assert paths == {0: [Path.FIXED_SLOT], 1: [Path.COMPACT], 2: [Path.COMPACT] * 2 + [Path.FIXED_SLOT]}
     for i in range(len(steps)):
         check([outs[i, rank] for rank in range(4)], [quantized_moe(b, weights, shape) for b in batches[i]])
+
+
+def test_one_buffer_twice_in_a_row() -> None:
+    """After a skipped sequence: a fast rank must not overwrite flags that an idle one has yet to see."""
+    with Ranks(emulated(shape_of()), seed=11) as ranks:
+        ranks.bind_identity()
+        batches = batches_of(ranks.shape, [2, 0, 0, 1, 0, 3, 0, 0], exact=True)
+        outs = [ranks.begin(Path.FIXED_SLOT, batches, epoch=epoch) for epoch in (0,)]
+        for epoch in (0, 2, 4, 6):
+            for backend in ranks.backends:
+                backend.finish()
+            for out, batch in zip(outs[-1], batches, strict=True):
+                assert torch.equal(out, identity_moe(batch, ranks.shape))
+            outs.append(ranks.begin(Path.FIXED_SLOT, batches, epoch=epoch + 2))
+        assert all(backend.finish().path is Path.FIXED_SLOT for backend in ranks.backends)
+        assert ranks.reports() == []
+
+
+def test_a_real_device_is_refused_where_there_is_none() -> None:
+    from megamoe.backends import open_backend
+    from megamoe.bundle import Deployment, plan_bundle
+
+    bundle = plan_bundle(Deployment(shape=shape_of(), backend="gfx950"))
+    with pytest.raises(ConfigError, match="needs a ROCm build of torch and an MI355X"):
+        open_backend("gfx950", bundle, rank=0, group_name="megamoe-none", num_slots=1, timeout_s=1.0)

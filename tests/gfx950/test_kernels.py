@@ -16,6 +16,7 @@ from megamoe.backends.gfx950.device.emulated import WEIGHTS_CLASS, EmulatedGroup
 from megamoe.backends.gfx950.emulator import DeviceConfig
 from megamoe.backends.gfx950.emulator.report import Traffic
 from megamoe.backends.gfx950.launches import PackedMemory, RankLaunches, kernel_specs
+from megamoe.backends.gfx950.lockstep import NUM_CUS, Ranks, batches_of, emulated, shape_of
 from megamoe.backends.gfx950.plan import inner_bytes, plan_launch
 from megamoe.backends.gfx950.record import Word
 from megamoe.backends.gfx950.shuffle import pack_layer
@@ -26,8 +27,6 @@ from megamoe.path import SubStep
 from megamoe.reference import relative_l2
 from megamoe.shape import MoeShape
 from megamoe.weights import random_layer_weights
-
-from .ranks import NUM_CUS, Ranks, batches_of, emulated, shape_of
 
 PATHS = (Path.FIXED_SLOT, Path.COMPACT)
 

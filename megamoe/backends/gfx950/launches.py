@@ -89,6 +89,7 @@ class RankLaunches:
         self.shape: MoeShape = layout.bundle.shape
         shape, rows = self.shape, layout.capacity
         self.heap = device.heap()
+        self._last_buffer_idx = -1
 
         def private(name: str, num_bytes: int) -> Memory:
             return device.allocate(num_bytes, name)
@@ -137,8 +138,10 @@ class RankLaunches:
         words[Word.ROWS_OFFSET] = layout.region(f"payload_rows{buffer_idx}").offset
         words[Word.COMBINE_OFFSET] = layout.region(f"combine_rows{buffer_idx}").offset
         words[Word.ABORTS_OFFSET] = layout.region("aborts").offset
-        for rank, rows in enumerate(launch.sub_step.num_rows_per_rank):
-            words[Word.ROWS_PER_RANK + rank] = rows
+        busy = sum(1 << rank for rank, rows in enumerate(launch.sub_step.num_rows_per_rank) if rows)
+        everyone = (1 << self.shape.num_ranks) - 1
+        words[Word.SOURCES] = everyone if self._last_buffer_idx == buffer_idx else busy
+        self._last_buffer_idx = buffer_idx
         self.control.write(torch.tensor(words, dtype=torch.int64))
 
     def status(self) -> dict[Word, int]:

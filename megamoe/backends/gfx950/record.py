@@ -45,8 +45,9 @@ class Word(IntEnum):
     ROWS_OFFSET = 13
     COMBINE_OFFSET = 14
     ABORTS_OFFSET = 15
-    ROWS_PER_RANK = 16
-    """Agreed rows of each rank: MAX_RANKS words."""
+    SOURCES = 16
+    """Mask of ranks whose rows fixed_slot waits for: those that bring some by the agreed counts. All ranks where the
+    last launch used the same buffer: nobody then overwrites a flag that a rank of that launch has yet to see."""
 
     FAILED = 32
     """1 once a wait of this launch ended without its flags: kernels that follow send nothing."""

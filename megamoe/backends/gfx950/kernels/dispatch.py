@@ -143,7 +143,7 @@ def dispatch_kernel(
     needed = fx.Int32((1 << NUM_RANKS) - 1)
     if const_expr(not COMPACT):
         # Ranks without rows cannot hold up the others' matrix products.
-        needed = flags.ranks_with_rows(control, NUM_RANKS)
+        needed = control_int(control, Word.SOURCES)
     came = flags.wait(lds, control, bases, heap, rank, FlagKind.PAYLOAD, needed, NUM_RANKS)
     if came == 1:
         ends, first_rows = [], []

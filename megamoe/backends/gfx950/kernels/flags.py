@@ -148,15 +148,6 @@ def _store_status(status, word, value):
     fx.generic_store(status + int(word), value, memory_order=_ORDER.Monotonic, volatile=True)
 
 
-def ranks_with_rows(control, NUM_RANKS):
-    """Mask of the ranks that bring rows by the agreed counts, Int32."""
-    mask = fx.Int32(0)
-    for rank in range(NUM_RANKS):
-        rows = fx.Int32(control_word(control, Word.ROWS_PER_RANK + rank))
-        mask = mask | (rows > 0).select(fx.Int32(1 << rank), fx.Int32(0))
-    return mask
-
-
 def rows_announced(info):
     """Rows of a payload flag's info half."""
     return info & INFO_ROWS_MASK
@@ -167,5 +158,5 @@ def has_bit(info, bit):
 
 
 __all__ = [
-    "FlagLds", "arrive", "flag_word", "has_bit", "peer_heap", "post", "ranks_with_rows", "rows_announced", "wait",
+    "FlagLds", "arrive", "flag_word", "has_bit", "peer_heap", "post", "rows_announced", "wait",
 ]  # fmt: skip

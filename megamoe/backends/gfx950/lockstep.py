@@ -1,4 +1,4 @@
-"""Eight emulated ranks driven by one thread: every rank's kernels are queued, then the device runs them all."""
+"""Emulated ranks driven by one thread: every rank's kernels are queued, then the device runs them all. For tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megamoe.shape import MoeShape
 from megamoe.weights import LayerWeights, random_layer_weights, shard
 
 NUM_CUS = 16
-"""Compute units of the emulated devices in most tests: small grids leave fewer waves to watch."""
+"""Compute units of the emulated devices unless asked otherwise: small grids leave fewer waves to watch."""
 
 
 def shape_of(hidden: int = 256, intermediate: int = 128, **settings: Any) -> MoeShape:

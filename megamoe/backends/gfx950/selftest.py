@@ -1,0 +1,233 @@
+"""The full proof on emulated ranks: `python -m megamoe.backends.gfx950.selftest` prints a line a check.
+
+Both paths x every distribution x every way to fill ranks x both row formats against the quantization-aware oracle; a
+sample of them under many schedules; transport bitwise; epochs over the wraps; layers and paths in turn on one operator;
+every tile at the tuned shape. All detectors are on, and a report of one is a failure. Exits with 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, shape_of
+from megamoe.batch import MoeBatch
+from megamoe.bundle import Path, RowFormat
+from megamoe.reference import QUANTIZED_REL_L2, identity_moe, quantized_moe, relative_l2, tolerance
+from megamoe.routing import DISTRIBUTIONS
+from megamoe.shape import MoeShape
+
+PATHS = (Path.FIXED_SLOT, Path.COMPACT)
+FORMATS = (RowFormat.BF16, RowFormat.FP8)
+CAPACITY = {Path.FIXED_SLOT: 32, Path.COMPACT: 64}
+FILLINGS: dict[str, tuple[tuple[int, ...], float]] = {
+    "even": ((4,) * 8, 0.0),
+    "uneven": ((1, 12, 3, 7, 2, 9, 4, 5), 0.0),
+    "idle": ((6, 0, 3, 0, 0, 8, 0, 1), 0.0),
+    "empty": ((0,) * 8, 0.0),
+    "no expert": ((5,) * 8, 0.4),
+    "one token": ((0, 0, 0, 1, 0, 0, 0, 0), 0.0),
+    "capacity": ((-1, 3, -1, 0, 5, -1, 2, -1), 0.05),
+}
+"""Rows of each rank (-1: the runtime's capacity), and the share of slots without expert."""
+WRAPS = (*range(2**31 - 2, 2**31 + 2), *range(2**32 - 2, 2**32 + 3))
+
+
+@dataclass
+class Log:
+    """Lines printed, checks counted, failures kept."""
+
+    num_checks: int = 0
+    failures: int = 0
+
+    def check(self, name: str, run: Callable[[], str]) -> None:
+        """Run one check; it returns what to print, or raises."""
+        started = time.perf_counter()
+        self.num_checks += 1
+        try:
+            said, mark = run(), "ok  "
+        except Exception as error:
+            self.failures += 1
+            said, mark = f"{type(error).__name__}: {str(error)[:500]}", "FAIL"
+        print(f"{mark} {name}: {said} ({time.perf_counter() - started:.1f} s)", flush=True)
+
+
+def right(outs: Sequence[torch.Tensor], wants: Sequence[torch.Tensor]) -> str:
+    """Relative L2 of all ranks together. Raises AssertionError past the tolerance."""
+    got, want = torch.cat(list(outs)), torch.cat(list(wants))
+    error = relative_l2(got, want)
+    bound = tolerance(QUANTIZED_REL_L2, len(want))
+    if not error <= bound:
+        raise AssertionError(f"relative L2 must be at most {bound}, got {error:.3g}")
+    return f"{error:.2e}"
+
+
+def silent(ranks: Ranks) -> None:
+    """Raises AssertionError with what the detectors reported."""
+    found = ranks.reports()
+    if found:
+        raise AssertionError(f"{len(found)} reports: {found[0]}")
+
+
+def same_bits(outs: Sequence[torch.Tensor], wants: Sequence[torch.Tensor]) -> None:
+    for rank, (out, want) in enumerate(zip(outs, wants, strict=True)):
+        if not torch.equal(out, want):
+            raise AssertionError(f"rank {rank} must give the same bits, {int((out != want).sum())} differ")
+
+
+def fillings(path: Path) -> Iterator[tuple[str, list[int], float]]:
+    for name, (rows, share) in FILLINGS.items():
+        yield name, [CAPACITY[path] if count < 0 else count for count in rows], share
+
+
+def forward_checks(log: Log, shape: MoeShape, path: Path, row_format: RowFormat) -> None:
+    with Ranks(emulated(shape, combine_row_format=row_format), seed=1) as ranks:
+        weights = ranks.bind()
+        epoch = 0
+        for distribution in DISTRIBUTIONS:
+            for filling, rows, share in fillings(path):
+                batches = batches_of(shape, rows, distribution, seed=epoch, no_expert_share=share)
+
+                def run(batches: list[MoeBatch] = batches, epoch: int = epoch) -> str:
+                    ranks.schedule(epoch + 1)
+                    outs, _ = ranks.run(path, batches, epoch=epoch)
+                    silent(ranks)
+                    return right(
+                        outs, [quantized_moe(batch, weights, shape, row_format) for batch in batches]
+                    )
+
+                log.check(f"{path} {row_format} {distribution}, {filling}", run)
+                epoch += 1
+
+
+def schedule_checks(log: Log, shape: MoeShape, num_schedules: int) -> None:
+    for path in PATHS:
+        for distribution, filling in (("uniform", "uneven"), ("one_rank", "even"), ("zipf", "idle")):
+            rows = list(FILLINGS[filling][0])
+            batches = batches_of(shape, rows, distribution, seed=7, no_expert_share=0.1)
+
+            def run(path: Path = path, batches: list[MoeBatch] = batches) -> str:
+                with Ranks(emulated(shape)) as ranks:
+                    ranks.bind()
+                    first, _ = ranks.run(path, batches)
+                    for seed in range(1, num_schedules):
+                        ranks.schedule(seed)
+                        outs, _ = ranks.run(path, batches, epoch=seed)
+                        same_bits(outs, first)
+                    silent(ranks)
+                return f"{num_schedules} schedules, the same bits"
+
+            log.check(f"{path} {distribution}, {filling}", run)
+
+
+def transport_checks(log: Log, shape: MoeShape) -> None:
+    for path in PATHS:
+        for row_format in FORMATS:
+
+            def run(path: Path = path, row_format: RowFormat = row_format) -> str:
+                with Ranks(emulated(shape, combine_row_format=row_format), seed=3) as ranks:
+                    ranks.bind_identity()
+                    for epoch, (_, rows, share) in enumerate(fillings(path)):
+                        batches = batches_of(
+                            shape, rows, seed=epoch, exact=True, no_expert_share=share, duplicate_share=0.2
+                        )
+                        outs, _ = ranks.run(path, batches, epoch=epoch)
+                        same_bits(outs, [identity_moe(batch, shape, row_format) for batch in batches])
+                    silent(ranks)
+                return "bitwise"
+
+            log.check(f"{path} {row_format} transport", run)
+
+
+def epoch_checks(log: Log, shape: MoeShape, num_epochs: int) -> None:
+    def wraps() -> str:
+        with Ranks(emulated(shape), seed=5) as ranks:
+            ranks.bind_identity()
+            for path in PATHS:
+                for epoch in WRAPS:
+                    batches = batches_of(shape, [2, 0, 1, 3, 2, 0, 1, 2], seed=epoch % 97, exact=True)
+                    outs, _ = ranks.run(path, batches, epoch=epoch)
+                    same_bits(outs, [identity_moe(batch, shape) for batch in batches])
+            silent(ranks)
+        return f"{len(WRAPS)} epochs a path round 2^31 and 2^32"
+
+    def many() -> str:
+        with Ranks(emulated(shape), seed=6) as ranks:
+            layers = [ranks.bind(slot_idx, slot_idx) for slot_idx in range(2)]
+            for epoch in range(num_epochs):
+                path, slot_idx = PATHS[epoch // 2 % 2], epoch % 2
+                batches = batches_of(shape, [epoch % 3 + 1] * 8, DISTRIBUTIONS[epoch % 6], seed=epoch)
+                outs, _ = ranks.run(path, batches, epoch=epoch, slot_idx=slot_idx)
+                right(outs, [quantized_moe(batch, layers[slot_idx], shape) for batch in batches])
+            silent(ranks)
+        return f"{num_epochs} launches, layers and paths in turn"
+
+    log.check("epochs wrap", wraps)
+    log.check("one operator", many)
+
+
+def tuned_shape_checks(log: Log) -> None:
+    """7168 x 3072 on two ranks, all kernels, one tile an expert; tiles of 64 and 128 rows by their numbers of rows."""
+    shape = MoeShape(
+        hidden=7168,
+        intermediate=3072,
+        num_experts=2,
+        num_topk=1,
+        num_ranks=2,
+        num_layers=1,
+        swiglu_limit=10.0,
+    )
+    for path, row_format, rows in (
+        (Path.FIXED_SLOT, RowFormat.BF16, (9, 4)),
+        (Path.COMPACT, RowFormat.FP8, (32, 5)),
+        (Path.COMPACT, RowFormat.BF16, (64, 64)),
+        (Path.COMPACT, RowFormat.FP8, (200, 60)),
+    ):
+
+        def run(path: Path = path, row_format: RowFormat = row_format, rows: tuple[int, ...] = rows) -> str:
+            settings = dict(max_tokens_per_rank=256, large_m_capacity=256, combine_row_format=row_format)
+            with Ranks(emulated(shape, **settings), seed=1, num_cus=64) as ranks:
+                weights = ranks.bind()
+                batches = batches_of(shape, rows, seed=2)
+                outs, _ = ranks.run(path, batches, timeout_s=1000)
+                silent(ranks)
+                return right(outs, [quantized_moe(batch, weights, shape, row_format) for batch in batches])
+
+        log.check(f"7168 x 3072 {path} {row_format} {rows} rows", run)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checks that the arguments ask for; 0 if all of them passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=8, help="orders of waves for each sampled case")
+    parser.add_argument("--epochs", type=int, default=64, help="launches in a row on one operator")
+    parser.add_argument(
+        "--only", choices=("forward", "schedules", "transport", "epochs", "tuned"), default=None
+    )
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    log, shape, started = Log(), shape_of(), time.perf_counter()
+    if options.only in (None, "transport"):
+        transport_checks(log, shape)
+    if options.only in (None, "epochs"):
+        epoch_checks(log, shape, options.epochs)
+    if options.only in (None, "schedules"):
+        schedule_checks(log, shape, options.schedules)
+    if options.only in (None, "forward"):
+        for path in PATHS:
+            for row_format in FORMATS:
+                forward_checks(log, shape, path, row_format)
+    if options.only in (None, "tuned"):
+        tuned_shape_checks(log)
+    spent = time.perf_counter() - started
+    print(f"{log.num_checks - log.failures} of {log.num_checks} checks passed in {spent:.0f} s")
+    return 1 if log.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
