@@ -1,6 +1,7 @@
-"""Wave instructions a second on one core: `python -m tests.gfx950.speed`.
+"""Wave instructions a second: `python -m tests.gfx950.speed [--threads N]`.
 
-Each workload runs with the detectors off and with all of them on; CPU time counts, so a busy machine does not matter.
+Each workload runs with the detectors off and with all of them on. On one core CPU time counts, so a busy machine does
+not matter; with --threads eight ranks run in N threads, and wall time counts.
 """
 
 from __future__ import annotations
@@ -135,13 +136,16 @@ def main() -> None:
     """Print one line a workload."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
-    chosen = parser.parse_args().only
+    parser.add_argument("--threads", type=int, default=0)
+    arguments = parser.parse_args()
+    chosen, threads = arguments.only, arguments.threads
+    shape = {"num_ranks": 8, "num_threads": threads} if threads else {}
     print(f"{'workload':16}{'instructions':>14}{'off, M/s':>10}{'all on, M/s':>13}")
     for name, make in WORKLOADS.items():
         if chosen in name:
             queue = make()
-            off, count = measure(queue, DeviceConfig())
-            on, _ = measure(queue, DeviceConfig.checked())
+            off, count = measure(queue, DeviceConfig(**shape), wall=bool(threads))
+            on, _ = measure(queue, DeviceConfig.checked(**shape), wall=bool(threads))
             print(f"{name:16}{count:>14}{off / 1e6:>10.2f}{on / 1e6:>13.2f}")
 
 

@@ -125,13 +125,9 @@ def _memory_words() -> list[bytes]:
                     30 | 20 << 8 | 1 << 16 | 0x80 << 24,
                 )
             )
-    out += [  # offset by a register, 32 bits as float, both cache bits
-        _words(
-            0x3A << 26 | 7 << 23 | 4 << 19 | op << 15 | 1 << 14 | 1 << 12 | 16,
-            30 | 20 << 8 | 1 << 16 | 1 << 21 | 0x80 << 24,
-        )
-        for op in memory.MTBUF
-    ]
+    # Offset by a register, 32 bits as float, both cache bits.
+    typed = 0x3A << 26 | 7 << 23 | 4 << 19 | 1 << 14 | 1 << 12 | 16
+    out += [_words(typed | op << 15, 30 | 20 << 8 | 1 << 16 | 1 << 21 | 0x80 << 24) for op in memory.MTBUF]
     return out
 
 

@@ -82,9 +82,11 @@ def test_loads_into_lds() -> None:
         assert handle.traffic.lds_dma_bytes == 4096
 
 
-def run_exchange(kernel: Kernel, seed: int, *, epochs: tuple[int, ...] = (1,)) -> tuple[list[str], bool]:
+def run_exchange(
+    kernel: Kernel, seed: int, *, epochs: tuple[int, ...] = (1,), num_threads: int = 1
+) -> tuple[list[str], bool]:
     """All ranks exchange with all; the reports, and whether every rank got every rank's words."""
-    with DeviceGroup(DeviceConfig.checked(num_ranks=R, seed=seed)) as group:
+    with DeviceGroup(DeviceConfig.checked(num_ranks=R, seed=seed, num_threads=num_threads)) as group:
         heap = group.symmetric_heap(4096 * R + 4 * R)
         words = [np.arange(1024, dtype=np.int32) + 10000 * rank for rank in range(R)]
         outs = [device.allocate(4096 * R, f"out[{device.rank}]") for device in group.devices]
@@ -106,7 +108,8 @@ def test_exchange_between_eight_ranks(seed: int) -> None:
     assert run_exchange(exchange_kernel(), seed, epochs=(1, 2, -(2**31), -1)) == ([], True)
 
 
-def _mutant(kernel: Kernel, dropped: list[Instruction]) -> Kernel:
+def mutant(kernel: Kernel, dropped: list[Instruction]) -> Kernel:
+    """The kernel with `dropped` replaced by s_nop."""
     code = bytearray(kernel.code)
     for one in dropped:
         code[one.offset : one.offset + one.size] = bytes.fromhex("000080bf") * (one.size // 4)
@@ -130,6 +133,6 @@ def test_every_fence_wait_and_barrier_of_the_exchange_is_needed() -> None:
     ]
     assert len(cases) >= 5
     for dropped in cases:
-        reports = [r for seed in (1, 2, 3) for r in run_exchange(_mutant(kernel, dropped), seed)[0]]
+        reports = [r for seed in (1, 2, 3) for r in run_exchange(mutant(kernel, dropped), seed)[0]]
         assert dropped, "nothing to drop"
         assert reports, disassemble(dropped[0])

@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megamoe.backends.gfx950.emulator.code_object import CodeObject, Kernel
+from megamoe.backends.gfx950.emulator.config import DeviceConfig
 from megamoe.backends.gfx950.emulator.errors import (
     BudgetError,
     DeadlockError,
@@ -26,50 +26,18 @@ from megamoe.backends.gfx950.emulator.errors import (
     UnimplementedInstructionError,
 )
 from megamoe.backends.gfx950.emulator.native import LaunchDesc, library, lower
-from megamoe.backends.gfx950.emulator.report import (
-    Report,
-    Traffic,
-    describe_fault,
-    describe_waiting,
-    read_findings,
-    read_traffic,
+from megamoe.backends.gfx950.emulator.report import Report, describe_fault, describe_waiting, read_findings
+from megamoe.backends.gfx950.emulator.stream import (
+    MAX_DEPS,
+    Event,
+    Graph,
+    LaunchHandle,
+    Recorded,
+    Stream,
 )
 
-_DONE, _BUDGET, _QUIET, _FAULTED = range(4)
+_DONE, _BUDGET, _QUIET, _FAULTED, _NO_THREAD = range(5)
 _SLICE = 2_000_000
-Value = int | float | bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceConfig:
-    """What is emulated. An MI355X has 256 compute units in 8 dies (XCD), 160 KiB of LDS each.
-
-    detect_waits: registers and LDS used before their `s_waitcnt`. detect_lds, detect_global: races.
-    seed: 0 runs waves in turn, another number draws wave and slice length. quantum: most instructions of a slice.
-    max_groups: most resident workgroups of a launch (0: as many as fit). max_instructions: budget of one wait.
-    """
-
-    num_ranks: int = 1
-    num_cus: int = 256
-    num_xcds: int = 8
-    lds_per_cu: int = 160 * 1024
-    max_groups: int = 0
-    detect_waits: bool = False
-    detect_lds: bool = False
-    detect_global: bool = False
-    seed: int = 0
-    quantum: int = 0
-    max_instructions: int = 20_000_000_000
-
-    @property
-    def detect(self) -> int:
-        """The detectors as the core's bit mask."""
-        return self.detect_waits | self.detect_lds << 1 | self.detect_global << 2
-
-    @classmethod
-    def checked(cls, **settings: Any) -> DeviceConfig:
-        """A configuration with every detector on."""
-        return cls(detect_waits=True, detect_lds=True, detect_global=True, **settings)
 
 
 class Buffer:
@@ -96,124 +64,6 @@ class Buffer:
     def free(self) -> None:
         """Give the memory back; a kernel that still uses it faults."""
         self._owner.release(self)
-
-
-@dataclass(frozen=True)
-class LaunchHandle:
-    """One queued launch."""
-
-    group: DeviceGroup
-    kernel: Kernel
-    launch_idx: int
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return bool(self.group.lib.emu_launch_done(self.group.machine, self.launch_idx))
-
-    @property
-    def traffic(self) -> Traffic:
-        """What it moved and executed so far."""
-        return read_traffic(self.group, self.launch_idx, self.kernel)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    kernarg: bytes
-    lds_bytes: int
-
-
-class Graph:
-    """Launches recorded on one stream; replay queues them again with the same arguments."""
-
-    def __init__(self) -> None:
-        self.recorded: list[_Recorded] = []
-
-    def replay(self, stream: Stream) -> list[LaunchHandle]:
-        """Queue the recorded launches on `stream`, in order."""
-        return [stream.queue(one) for one in self.recorded]
-
-
-class Event:
-    """A point in a stream that other streams of the same group can wait for."""
-
-    def __init__(self, launches: tuple[int, ...]) -> None:
-        self.launches = launches
-
-
-class Stream:
-    """An ordered queue of one rank. Launches of different streams overlap."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._tail: tuple[int, ...] = ()
-        self._graph: Graph | None = None
-
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Sequence[int],
-        block: Sequence[int],
-        args: Sequence[Value],
-        *,
-        lds_bytes: int = 0,
-    ) -> LaunchHandle | None:
-        """Queue a kernel. grid: workgroups per axis; block: work-items per axis; lds_bytes: dynamic LDS.
-
-        Returns None while a graph is captured. Raises EmulatorError for sizes that the kernel does not allow.
-        """
-        full_grid, full_block = _three("grid", grid), _three("block", block)
-        items = full_block[0] * full_block[1] * full_block[2]
-        if items > kernel.max_block_size:
-            raise EmulatorError(
-                f"block of {kernel.name} must have at most {kernel.max_block_size} items, got {items}"
-            )
-        one = _Recorded(kernel, full_grid, full_block, kernel.pack(args, full_grid, full_block), lds_bytes)
-        if self._graph is not None:
-            self._graph.recorded.append(one)
-            return None
-        return self.queue(one)
-
-    def queue(self, one: _Recorded) -> LaunchHandle:
-        """Queue a recorded launch."""
-        launch_idx = self.device.group.submit(self.device.rank, one.kernel, one, self._tail)
-        self._tail = (launch_idx,)
-        return LaunchHandle(self.device.group, one.kernel, launch_idx)
-
-    def begin_capture(self) -> None:
-        """Record the launches that follow instead of queueing them."""
-        if self._graph is not None:
-            raise EmulatorError("stream must not be capturing when a capture begins, got a second begin")
-        self._graph = Graph()
-
-    def end_capture(self) -> Graph:
-        """End the recording and return it."""
-        if self._graph is None:
-            raise EmulatorError("stream must be capturing when a capture ends, got none")
-        graph, self._graph = self._graph, None
-        return graph
-
-    def record_event(self) -> Event:
-        """The point after everything queued so far."""
-        return Event(self._tail)
-
-    def wait_event(self, event: Event) -> None:
-        """What is queued from now on starts after `event`."""
-        self._tail = tuple(dict.fromkeys((*self._tail, *event.launches)))[-8:]
-
-    def synchronize(self, timeout_s: float = 600.0) -> None:
-        """Run the device until this stream is empty. Raises EmulatorError with what went wrong."""
-        self.device.group.wait(self._tail, timeout_s)
-
-
-def _three(name: str, sizes: Sequence[int]) -> tuple[int, int, int]:
-    full = (*sizes, 1, 1)[:3]
-    if len(sizes) > 3 or any(n < 1 for n in full):
-        raise EmulatorError(f"{name} must be up to three sizes of at least 1, got {tuple(sizes)}")
-    return full[0], full[1], full[2]
 
 
 class Device:
@@ -251,7 +101,7 @@ class DeviceGroup:
         quantum = config.quantum or (200 if config.seed else 4000)
         self.machine: int = self.lib.emu_new(
             config.num_ranks, config.num_cus, config.num_xcds, config.lds_per_cu, config.max_groups, config.detect,
-            config.seed & 0xFFFFFFFF, quantum,
+            config.seed & 0xFFFFFFFF, quantum, config.num_workers,
         )  # fmt: skip
         self.devices = tuple(Device(self, rank) for rank in range(config.num_ranks))
         self.kernels: list[Kernel] = []
@@ -260,6 +110,7 @@ class DeviceGroup:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: list[Sequence[int]] = []
+        self.unwanted: deque[int] = deque()
         self.hosts = 1
         self.num_executed = 0
 
@@ -341,9 +192,19 @@ class DeviceGroup:
             self._programs[id(kernel)] = lower(kernel)
         return self._programs[id(kernel)]
 
-    def submit(self, rank: int, kernel: Kernel, one: _Recorded, after: Sequence[int]) -> int:
-        """Queue a launch after the launches `after`; returns its index."""
+    def unfinished(self, launches: Sequence[int]) -> tuple[int, ...]:
+        """Those of `launches` that have not ended."""
+        with self._lock:
+            return tuple(k for k in launches if not self.lib.emu_launch_done(self.machine, k))
+
+    def queue(self, rank: int, one: Recorded, after: Sequence[int]) -> LaunchHandle:
+        """Queue a launch of `rank` after the launches `after`. Raises EmulatorError for more than MAX_DEPS of those."""
+        kernel = one.kernel
+        if len(after) > MAX_DEPS:
+            raise EmulatorError(f"a launch must follow at most {MAX_DEPS} others, got {len(after)}")
         with self._changed:
+            while self.unwanted:
+                self.lib.emu_drop_launch(self.machine, self.unwanted.popleft())
             program, d = self.program(kernel), kernel.descriptor
             length, offset = d.preload_sgprs
             entry = 0
@@ -353,14 +214,14 @@ class DeviceGroup:
                 program.ctypes.data, len(program), d.num_vgprs, kernel.lds_bytes + one.lds_bytes, kernel.scratch_bytes,
                 d.num_user_sgprs, d.rsrc2, d.properties, d.float_mode, length, offset, entry, rank,
                 (ctypes.c_uint32 * 3)(*one.grid), (ctypes.c_uint32 * 3)(*one.block), len(after),
-                (ctypes.c_uint32 * 8)(*after), len(one.kernarg),
+                (ctypes.c_uint32 * MAX_DEPS)(*after), len(one.kernarg),
                 ctypes.cast(ctypes.c_char_p(one.kernarg), ctypes.c_void_p).value or 0,
             )  # fmt: skip
             launch_idx = int(self.lib.emu_launch(self.machine, ctypes.byref(desc)))
             assert launch_idx == len(self.kernels)
             self.kernels.append(kernel)
             self._changed.notify_all()
-            return launch_idx
+            return LaunchHandle(self, kernel, launch_idx)
 
     def synchronize(self, timeout_s: float = 600.0) -> None:
         """Run until every queue of every rank is empty."""
@@ -394,6 +255,8 @@ class DeviceGroup:
             text, error = describe_fault(self)
             self.lib.emu_reset(self.machine)
             raise error(text)
+        if status == _NO_THREAD:
+            raise EmulatorError(f"the system must give {self.config.num_workers} threads, got fewer")
         if status == _QUIET:
             # A thread whose launches have ended, but which has yet to wake up, may go on to queue more.
             stuck = sum(not self._done(launches) for launches in self._waiting)

@@ -121,7 +121,7 @@ class LaunchDesc(ctypes.Structure):
         + _fields(_U32, "num_rows lds_bytes scratch_bytes num_user_sgprs rsrc2 properties mode")
         + _fields(_U32, "preload preload_offset entry")
         + _fields(ctypes.c_int32, "rank") + _fields(_U32 * 3, "grid block") + _fields(_U32, "num_deps")
-        + _fields(_U32 * 8, "deps") + _fields(_U32, "kernarg_bytes") + _fields(_U64, "kernarg")
+        + _fields(_U32 * 32, "deps") + _fields(_U32, "kernarg_bytes") + _fields(_U64, "kernarg")
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def library() -> ctypes.CDLL:
     signatures = {
         "emu_handler": (u64, [ctypes.c_char_p]), "emu_unimplemented": (u64, []), "emu_modified": (u64, []),
         "emu_sizeof": (u32, [u32]), "emu_num_ops": (u32, []), "emu_op_name": (ctypes.c_char_p, [u32]),
-        "emu_new": (ptr, [u32] * 8), "emu_schedule": (None, [ptr, u32, u32]), "emu_free": (None, [ptr]),
+        "emu_new": (ptr, [u32] * 9), "emu_schedule": (None, [ptr, u32, u32]), "emu_free": (None, [ptr]),
         "emu_alloc_add": (ctypes.c_int, [ptr, u64, u64, ctypes.c_int32, u32, u32, u32, u32]),
         "emu_alloc_remove": (ctypes.c_int, [ptr, u64]), "emu_launch": (u32, [ptr, ctypes.POINTER(LaunchDesc)]),
         "emu_launch_done": (ctypes.c_int, [ptr, u32]), "emu_launch_counts": (ptr, [ptr, u32]),

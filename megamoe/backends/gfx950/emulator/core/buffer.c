@@ -52,7 +52,7 @@ static void load(Wave *w, const Inst *i, int bytes, int ext) {
     u8 *lds = lds_lanes(w, i, at, all, (int)width, LDS_LOADED);
     if (!lds) return;
     FOR_ACTIVE(l, all) for (int k = 0; k < words; k++) memcpy(lds + at[l] + 4 * k, &out[k][l], 4);
-    w->launch->traffic.dma_bytes += (u64)bytes * (u64)__builtin_popcountll(all);
+    w->launch->traffic->dma_bytes += (u64)bytes * (u64)__builtin_popcountll(all);
   } else {
     for (int k = 0; k < words; k++) merge_row(w, w->v[i->dst.idx + k], out[k]);
   }

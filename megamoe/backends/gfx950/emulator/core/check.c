@@ -1,7 +1,7 @@
 /* Waits and LDS: what is outstanding per wave, registers used too early, LDS accesses not ordered by barrier and wait. */
 #include "check.h"
 
-void add_finding(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u32 o_group, u32 o_wave, u32 o_inst, u32 o_write) {
+static void record(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u32 o_group, u32 o_wave, u32 o_inst, u32 o_write) {
   Machine *m = w->machine;
   u32 inst = (u32)(i - w->launch->prog);
   m->num_findings_total++;
@@ -12,6 +12,12 @@ void add_finding(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u3
   if (m->num_findings == MAX_FINDINGS) return;
   Finding *f = &m->findings[m->num_findings++];
   *f = (Finding){kind, w->launch->id, w->group->flat_id, w->idx, inst, o_launch, o_group, o_wave, o_inst, o_write, address, 1};
+}
+
+void add_finding(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u32 o_group, u32 o_wave, u32 o_inst, u32 o_write) {
+  pthread_mutex_lock(&w->machine->report_lock);
+  record(w, i, kind, address, o_launch, o_group, o_wave, o_inst, o_write);
+  pthread_mutex_unlock(&w->machine->report_lock);
 }
 
 /* Registers. */

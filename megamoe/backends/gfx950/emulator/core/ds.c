@@ -14,7 +14,7 @@ u8 *lds_lanes(Wave *w, const Inst *i, const u32 *address, u64 exec, int bytes, i
   return w->group->lds;
 }
 static void done(Wave *w, const Inst *i, int write, u64 bytes) {
-  w->launch->traffic.lds_bytes[write] += bytes * (u64)__builtin_popcountll(exec_of(w));
+  w->launch->traffic->lds_bytes[write] += bytes * (u64)__builtin_popcountll(exec_of(w));
   if (write) note_progress(w);
   if (w->chk) check_issue(w, i, CNT_LGKM, write);
 }
@@ -179,7 +179,7 @@ static void counter(Wave *w, const Inst *i, int sign) {
   memcpy(lds + at[0], &new, 4);
   for (int l = 0; l < LANES; l++) out[0][l] = old;
   keep(w, i, out, 0, 1);
-  w->launch->traffic.lds_bytes[1] += 4;
+  w->launch->traffic->lds_bytes[1] += 4;
   note_progress(w);
   if (w->chk) check_issue(w, i, CNT_LGKM, 1);
 }

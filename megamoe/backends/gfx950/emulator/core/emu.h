@@ -18,7 +18,7 @@ typedef int32_t i32;
 typedef uint64_t u64;
 typedef int64_t i64;
 
-enum { LANES = 64, NUM_SGPRS = 128, TMP_ROWS = 40, MAX_MATES = 16 };
+enum { MAX_WORKERS = 64, LANES = 64, NUM_SGPRS = 128, TMP_ROWS = 40, MAX_MATES = 16 };
 enum { SG_VCC = 106, SG_M0 = 124, SG_EXEC = 126 };
 enum { K_NONE, K_VGPR, K_SGPR, K_CONST, K_SPECIAL };
 enum { ST_RUN, ST_BARRIER, ST_END, ST_YIELD, ST_FAULT };
@@ -73,6 +73,7 @@ struct Wave {
   Group *group;
   Launch *launch;
   Machine *machine;
+  struct Worker *worker;
   WaveCheck *chk;
 };
 
@@ -95,11 +96,11 @@ struct Launch {
   u64 *counts;
   u32 num_insts, num_rows, lds_bytes, scratch_bytes, num_user_sgprs, rsrc2, properties, mode, preload, preload_offset;
   i32 rank;
-  u32 grid[3], block[3], id, num_deps, next_group, num_groups, live_groups, done, started;
-  u32 deps[8];
+  u32 grid[3], block[3], id, num_deps, next_group, num_groups, live_groups, done, started, unwanted;
+  u32 deps[32];
   u8 *kernarg, *packet;
   u32 *alloc_cache;
-  Traffic traffic;
+  Traffic *traffic;
   struct Clock *clock;
   u32 done_before; /* number of launches queued when it ended */
   u64 prologue;
@@ -114,24 +115,32 @@ typedef struct {
   char text[256];
 } Fault;
 
+/* One scheduler: the waves of the ranks whose number modulo the number of workers is `index`. */
+typedef struct Worker {
+  Machine *machine;
+  Wave **ready;
+  u32 index, num_ready, cap_ready, next_pick, look, rng, seen_ends;
+  u64 change, view; /* own progress; everybody's, as last seen */
+  u64 clock, resting_at;
+} __attribute__((aligned(128))) Worker;
+typedef struct { u32 lds, waves, barriers; } Unit; /* in use of a compute unit */
+
 struct Machine {
   Alloc *allocs;
   u32 num_allocs, cap_allocs;
   Launch **launches;
   u32 num_launches, cap_launches, first_open;
-  u32 num_ranks, num_cus, num_xcds, lds_per_cu, waves_per_cu, detect, max_groups;
-  u32 *cu_lds, *cu_waves; /* [rank][cu] in use */
-  u64 change, clock;
-  u32 rng, quantum, ndispatch;
-  Wave **ready;
-  u32 num_ready, cap_ready;
+  u32 num_ranks, num_cus, num_xcds, lds_per_cu, detect, max_groups, quantum, num_workers, shared;
+  Unit *units; /* [rank][cu] */
+  Worker *workers;
+  u32 status, ends; /* why the workers stop; number of launches that ended */
+  u64 spent, budget;
   Fault fault;
   Finding findings[MAX_FINDINGS];
-  u32 num_findings, num_live, quiet, next_pick;
-  u64 num_findings_total, picks_at, picks, last_change;
+  u32 num_findings;
+  u64 num_findings_total;
   struct RaceState *races;
-  pthread_mutex_t race_lock; /* the history of global memory, while several workers run */
-  u32 shared;
+  pthread_mutex_t race_lock, report_lock; /* history of global memory; findings and the fault */
 };
 
 enum { DETECT_WAITS = 1, DETECT_LDS = 2, DETECT_GLOBAL = 4 };
@@ -228,6 +237,7 @@ void check_lds(Wave *w, const Inst *i, const u32 *address, u64 exec, int bytes, 
 void check_global(Wave *w, const Inst *i, const u64 *address, u64 exec, int bytes, int write, int atomic, int scope);
 void check_fence(Wave *w, const Inst *i, int release, int scope);
 void check_barrier(Group *g);
+void check_reserve_ids(Machine *m, Group *g);
 void check_wave_start(Wave *w);
 void check_wave_end(Wave *w);
 void check_launch_start(Machine *m, Launch *l);
@@ -235,6 +245,9 @@ void check_launch_end(Machine *m, Launch *l);
 void check_group_start(Group *g);
 void check_group_end(Group *g);
 void check_quiet(Machine *m);
+void check_begin(Machine *m);
+void check_free(Machine *m);
+void free_shadow(Alloc *a);
 enum { CNT_VM = 1, CNT_LGKM = 2, CNT_SMEM = 4, CNT_LDS_DMA = 8, CNT_FENCE_REL = 16, CNT_FENCE_ACQ = 32 };
 
 static inline void race_enter(Wave *w) { if (w->machine->shared && w->chk) pthread_mutex_lock(&w->machine->race_lock); }

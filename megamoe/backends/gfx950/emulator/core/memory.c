@@ -1,14 +1,14 @@
 /* Device memory: allocations with exact bounds, traffic counters, faults, and what tells a poll from progress. */
 #include <stdarg.h>
 
-#include "emu.h"
+#include "machine.h"
 
 void fault(Wave *w, const Inst *i, u32 code, u64 address, int lane, const char *format, ...) {
   Machine *m = w->machine;
   w->state = ST_FAULT;
-  if (m->fault.code) return;
+  u32 none = 0;
   Fault *f = &m->fault;
-  f->code = code;
+  if (!__atomic_compare_exchange_n(&f->code, &none, code, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return; /* the first one counts */
   f->launch = w->launch->id;
   f->group = w->group->flat_id;
   f->wave = w->idx;
@@ -81,7 +81,7 @@ static int width_class(int bytes) { return bytes <= 1 ? 0 : bytes <= 2 ? 1 : byt
 void count_traffic(Wave *w, const Inst *i, const u64 *addr, u64 exec, int bytes, int what) {
   (void)i;
   if (!exec) return;
-  Traffic *t = &w->launch->traffic;
+  Traffic *t = w->launch->traffic;
   Alloc *a = 0;
   u64 *row = 0, sum = 0, remote = 0;
   int k = width_class(bytes);
@@ -106,7 +106,7 @@ void count_traffic(Wave *w, const Inst *i, const u64 *addr, u64 exec, int bytes,
   t->remote_bytes[what] += remote;
 }
 
-void note_progress(Wave *w) { w->machine->change++; w->polls = 0; }
+void note_progress(Wave *w) { made_progress(w->worker); w->polls = 0; }
 /* A load that gives what the same load gave before, while nothing changed anywhere, is a poll. */
 void note_poll(Wave *w, const Inst *i, u64 address, u64 value) {
   (void)i;
@@ -115,7 +115,7 @@ void note_poll(Wave *w, const Inst *i, u64 address, u64 value) {
   w->poll_addr = address;
   w->poll_value = value;
   w->poll_pc = pc;
-  if (w->poll_change != w->machine->change) { w->poll_change = w->machine->change; w->polls = 0; }
+  if (w->poll_change != w->worker->view) { w->poll_change = w->worker->view; w->polls = 0; }
   if (w->seen[slot].addr == address && w->seen[slot].value == value && w->seen[slot].pc == pc) { w->polls++; return; }
   w->seen[slot].addr = address;
   w->seen[slot].value = value;

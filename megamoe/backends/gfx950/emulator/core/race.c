@@ -8,7 +8,11 @@
 #include "check.h"
 
 static u64 shadow_pages(const Alloc *a) { return (a->size + LINE_BYTES * LINES_PER_PAGE - 1) / (LINE_BYTES * LINES_PER_PAGE); }
-static RaceState *state(Machine *m) { if (!m->races) { m->races = calloc(1, sizeof(RaceState)); m->races->generation = 1; } return m->races; }
+static RaceState *state(Machine *m) { return m->races; }
+void check_begin(Machine *m) {
+  m->races = calloc(1, sizeof(RaceState));
+  m->races->generation = 1;
+}
 
 /* Launches: clock[0] is what every wave knows at its start, clock[1] gathers what is known at its end. */
 void check_launch_start(Machine *m, Launch *l) {
@@ -21,15 +25,19 @@ void check_launch_end(Machine *m, Launch *l) {
   if (l->clock) clock_join(&l->clock[1], &l->clock[0]); /* its waves kept only what they learnt beyond it */
   l->done_before = m->num_launches;
 }
-void check_wave_start(Wave *w) {
-  Machine *m = w->machine;
+/* The waves of a workgroup have consecutive ids. */
+void check_reserve_ids(Machine *m, Group *g) {
   RaceState *r = state(m);
+  pthread_mutex_lock(&m->race_lock);
+  while (r->num_ids + g->num_waves > r->cap_ids) { r->cap_ids = r->cap_ids ? 2 * r->cap_ids : 256; r->ids = realloc(r->ids, r->cap_ids * sizeof *r->ids); }
+  g->first_wave_id = r->num_ids;
+  for (u32 k = 0; k < g->num_waves; k++) r->ids[r->num_ids++] = (WaveInfo){g->launch->id, g->flat_id, k, g->launch->rank, g->first_wave_id, g->num_waves};
+  pthread_mutex_unlock(&m->race_lock);
+}
+void check_wave_start(Wave *w) {
   WaveCheck *c = w->chk = calloc(1, sizeof *c);
-  if (r->num_ids == r->cap_ids) { r->cap_ids = r->cap_ids ? 2 * r->cap_ids : 256; r->ids = realloc(r->ids, r->cap_ids * sizeof *r->ids); }
-  c->id = r->num_ids++;
+  c->id = w->group->first_wave_id + w->idx;
   c->slot = w->idx % MAX_MATES;
-  if (!w->idx) w->group->first_wave_id = c->id;
-  r->ids[c->id] = (WaveInfo){w->launch->id, w->group->flat_id, w->idx, w->launch->rank, w->group->first_wave_id, w->group->num_waves};
   c->base = w->launch->clock ? &w->launch->clock[0] : 0;
 }
 void check_wave_end(Wave *w) {

@@ -143,7 +143,7 @@ static void op_s_addk_i32(Wave *w, const Inst *i) {
 }
 
 /* Hardware registers: id in bits 5:0, first bit in 10:6, width - 1 in 15:11. */
-enum { HW_MODE = 1, HW_STATUS = 2, HW_TRAPSTS = 3, HW_ID = 4, HW_GPR_ALLOC = 5, HW_LDS_ALLOC = 6, HW_IB_STS = 7, HW_SH_MEM_BASES = 15, HW_XCC_ID = 20 };
+enum { HW_MODE = 1, HW_STATUS = 2, HW_TRAPSTS = 3, HW_ID = 4, HW_GPR_ALLOC = 5, HW_LDS_ALLOC = 6, HW_IB_STS = 7, HW_SH_MEM_BASES = 15, HW_XCC_ID = 20, CUS_PER_ENGINE = 8 /* of a shader engine; a die has four */ };
 static void op_s_getreg_b32(Wave *w, const Inst *i) {
   u32 id = i->simm & 63, at = i->simm >> 6 & 31, n = (i->simm >> 11 & 31) + 1, x;
   Group *g = w->group;
@@ -151,7 +151,7 @@ static void op_s_getreg_b32(Wave *w, const Inst *i) {
     case HW_MODE: x = w->mode; break;
     case HW_STATUS: x = w->scc | (exec_of(w) == 0) << 9 | (pair(&w->s[SG_VCC]) == 0) << 10 | (g->num_waves > 1) << 11 | 1u << 16; break;
     case HW_TRAPSTS: case HW_IB_STS: x = 0; break;
-    case HW_ID: x = (w->idx & 15) | (w->idx & 3) << 4 | (g->cu & 15) << 8 | (g->cu >> 4 & 7) << 13; break;
+    case HW_ID: { u32 cu = g->cu % (w->machine->num_cus / w->machine->num_xcds); x = (w->idx & 15) | (w->idx & 3) << 4 | (cu % CUS_PER_ENGINE) << 8 | (cu / CUS_PER_ENGINE & 7) << 13; break; }
     case HW_GPR_ALLOC: x = (w->num_rows / 8 - 1) << 8; break;
     case HW_LDS_ALLOC: x = (g->lds_bytes + 1279) / 1280 << 12; break;
     case HW_SH_MEM_BASES: x = 0x00020001; break;
@@ -219,7 +219,7 @@ static void op_s_nop(Wave *w, const Inst *i) { (void)w; (void)i; }
 static void op_s_waitcnt(Wave *w, const Inst *i) { if (w->chk) check_wait(w, i->simm); }
 static void op_s_sleep(Wave *w, const Inst *i) {
   (void)i;
-  w->state = ST_YIELD; w->parked_change = w->machine->change; w->sleeping = 1;
+  w->state = ST_YIELD; w->parked_change = w->worker->view; w->sleeping = 1;
 }
 static void op_s_barrier(Wave *w, const Inst *i) { (void)i; w->state = ST_BARRIER; }
 static void op_s_endpgm(Wave *w, const Inst *i) { (void)i; w->state = ST_END; }
@@ -255,7 +255,7 @@ static void smem_load(Wave *w, const Inst *i) {
 #define DEF_SMEM(name) static void op_##name(Wave *w, const Inst *i) { smem_load(w, i); }
 SMEM_LIST(DEF_SMEM)
 static void op_s_memtime(Wave *w, const Inst *i) {
-  put64(w, i, w->machine->clock + w->executed);
+  put64(w, i, w->worker->clock + w->executed);
   if (w->chk) check_issue(w, i, CNT_SMEM, 0);
 }
 #define op_s_memrealtime op_s_memtime

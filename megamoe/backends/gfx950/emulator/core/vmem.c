@@ -114,7 +114,7 @@ static void load_lds(Wave *w, const Inst *i, int segment, int bytes, int ext) {
   if (!lds) return;
   FOR_ACTIVE(l, all)
     for (u32 k = 0; k < width; k += 4) { u32 v = bytes < 4 ? extended(0, raw(x.host[l], bytes), bytes, ext) : raw(x.host[l] + k, 4); memcpy(lds + at[l] + k, &v, 4); }
-  w->launch->traffic.dma_bytes += (u64)bytes * (u64)__builtin_popcountll(all);
+  w->launch->traffic->dma_bytes += (u64)bytes * (u64)__builtin_popcountll(all);
   count_traffic(w, i, x.addr, x.exec, bytes, 0);
   if (w->chk) {
     if (x.exec) check_global(w, i, x.addr, x.exec, bytes, 0, 0, i->scope);
