@@ -136,3 +136,4 @@ def test_every_fence_wait_and_barrier_of_the_exchange_is_needed() -> None:
         reports = [r for seed in (1, 2, 3) for r in run_exchange(mutant(kernel, dropped), seed)[0]]
         assert dropped, "nothing to drop"
         assert reports, disassemble(dropped[0])
+        assert all("(flydsl_kernels.py:" in text for text in reports)

@@ -38,6 +38,7 @@ def prepare_flydsl() -> None:
         ARCH="gfx950",
         FLYDSL_GPU_ARCH="gfx950",
         FLYDSL_RUNTIME_ENABLE_CACHE="0",
+        FLYDSL_DEBUG_ENABLE_DEBUG_INFO="1",
     )
 
 

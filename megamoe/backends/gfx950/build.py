@@ -29,6 +29,15 @@ _KERNELS = Path(__file__).parent / "kernels"
 _lock = threading.Lock()
 
 
+_SETTINGS = {
+    "COMPILE_ONLY": "1",
+    "ARCH": "gfx950",
+    "FLYDSL_GPU_ARCH": "gfx950",
+    "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
+    "FLYDSL_DEBUG_ENABLE_DEBUG_INFO": "1",  # line tables, for the emulator's reports; the machine code is the same
+}
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """A kernel by the name of its file in kernels/, and the constants that it is compiled for."""
@@ -43,7 +52,7 @@ class KernelSpec:
     @property
     def key(self) -> str:
         """Digest of everything that shapes the code."""
-        digest = hashlib.sha256(f"{self.name} {self.constants} {_version()}".encode())
+        digest = hashlib.sha256(f"{self.name} {self.constants} {_version()} {_SETTINGS}".encode())
         for path in _sources():
             digest.update(path.read_bytes())
         return digest.hexdigest()[:24]
@@ -110,13 +119,7 @@ def missing(specs: Mapping[str, KernelSpec], folder: Path | None = None) -> list
 @cache
 def _prepare() -> None:
     """Set what FlyDSL reads when it is imported: compile only, for gfx950, without its own cache."""
-    settings = {
-        "COMPILE_ONLY": "1",
-        "ARCH": "gfx950",
-        "FLYDSL_GPU_ARCH": "gfx950",
-        "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
-    }
-    os.environ.update(settings)
+    os.environ.update(_SETTINGS)
     rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
     if not (Path(rocm) / "llvm" / "bin" / "ld.lld").exists():
         os.environ["ROCM_PATH"] = _linker_folder()

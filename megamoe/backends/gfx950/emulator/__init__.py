@@ -17,9 +17,10 @@ from megamoe.backends.gfx950.emulator.device import (
     Stream,
     load,
 )
-from megamoe.backends.gfx950.emulator.report import Report, Traffic, raise_reports
+from megamoe.backends.gfx950.emulator.report import WIDTHS, Report, Traffic, raise_reports
 
 __all__ = [
+    "WIDTHS",
     "Buffer",
     "DeviceConfig",
     "DeviceGroup",

@@ -122,6 +122,7 @@ class Stream:
             raise EmulatorError(
                 f"block of {kernel.name} must have at most {kernel.max_block_size} items, got {items}"
             )
+        check_fits(kernel, items, kernel.lds_bytes + lds_bytes, self.device.group.config.lds_per_cu)
         one = Recorded(kernel, full_grid, full_block, kernel.pack(args, full_grid, full_block), lds_bytes)
         if self._graph is not None:
             self.tail = (self._graph.add(one, self.tail),)
@@ -190,3 +191,17 @@ def three(name: str, sizes: Sequence[int]) -> tuple[int, int, int]:
     if len(sizes) > 3 or any(n < 1 for n in full):
         raise EmulatorError(f"{name} must be up to three sizes of at least 1, got {tuple(sizes)}")
     return full[0], full[1], full[2]
+
+
+def check_fits(kernel: Kernel, items: int, lds_bytes: int, lds_per_cu: int) -> None:
+    """Raise EmulatorError when an empty compute unit cannot hold one workgroup: four SIMDs of 512 registers, LDS."""
+    waves, most = -(-items // 64), 4 * max(1, min(8, 512 // kernel.descriptor.num_vgprs))
+    if waves > most:
+        raise EmulatorError(
+            f"a workgroup of {kernel.name} with {kernel.descriptor.num_vgprs} registers must have at most {most} "
+            f"waves, got {waves}"
+        )
+    if lds_bytes > lds_per_cu:
+        raise EmulatorError(
+            f"LDS of a workgroup of {kernel.name} must be at most {lds_per_cu} bytes, got {lds_bytes}"
+        )

@@ -1,7 +1,7 @@
 /* Launches wait for their predecessors, workgroups for room on a compute unit of their die. */
 #include "machine.h"
 
-enum { UNITS_PER_CU = 32, BARRIERS_PER_CU = 16, LDS_GRANULE = 1280 };
+enum { SIMDS = 4, SHARES = 840 /* divisible by 1 to 8 */, LDS_GRANULE = 1280 };
 
 static void start_wave(Worker *q, Group *g, u32 idx, u64 num_items) {
   Machine *m = q->machine;
@@ -49,29 +49,27 @@ static void start_wave(Worker *q, Group *g, u32 idx, u64 num_items) {
   if (m->detect) check_wave_start(w);
 }
 
-static u32 wave_units(const Launch *l) { /* share of a compute unit that one wave takes: registers limit the waves of a SIMD */
-  u32 per_simd = l->num_rows ? 512 / l->num_rows : 8;
-  if (per_simd > 8) per_simd = 8;
-  if (per_simd < 1) per_simd = 1;
-  return (8 + per_simd - 1) / per_simd;
+/* Share of a SIMD that one wave takes: 512 registers, at most eight waves. */
+static u32 wave_share(const Launch *l) {
+  u32 fit = l->num_rows ? 512 / l->num_rows : 8;
+  return SHARES / (fit > 8 ? 8 : fit < 1 ? 1 : fit);
 }
-/* Round robin over the dies, then over a die's compute units; limits of a unit: LDS, wave slots by registers, workgroups. */
+/* Round robin over the dies, then over a die's compute units; limits of a unit: LDS, and wave slots by registers. */
 static int start_group(Worker *q, Launch *l) {
   Machine *m = q->machine;
   u64 items = (u64)l->block[0] * l->block[1] * l->block[2];
-  u32 flat = l->next_group, xcd = flat % m->num_xcds, per_xcd = m->num_cus / m->num_xcds, waves = (u32)((items + LANES - 1) / LANES), need = waves * wave_units(l);
-  u32 lds = (l->lds_bytes + LDS_GRANULE - 1) / LDS_GRANULE * LDS_GRANULE, barriers = waves > 1, cu = 0;
+  u32 flat = l->next_group, xcd = flat % m->num_xcds, per_xcd = m->num_cus / m->num_xcds, waves = (u32)((items + LANES - 1) / LANES), need = waves * wave_share(l);
+  u32 lds = (l->lds_bytes + LDS_GRANULE - 1) / LDS_GRANULE * LDS_GRANULE, cu = 0;
   Unit *unit = 0;
   if (m->max_groups && l->live_groups >= m->max_groups) return 0;
   for (u32 k = 0; k < per_xcd && !unit; k++) {
     cu = xcd * per_xcd + (k + flat / m->num_xcds) % per_xcd;
     Unit *u = &m->units[(u32)l->rank * m->num_cus + cu];
-    if (u->lds + lds <= m->lds_per_cu && u->waves + need <= UNITS_PER_CU && u->barriers + barriers <= BARRIERS_PER_CU) unit = u;
+    if (u->lds + lds <= m->lds_per_cu && u->waves + need <= SIMDS * SHARES) unit = u;
   }
   if (!unit) return 0;
   unit->lds += lds;
   unit->waves += need;
-  unit->barriers += barriers;
   Group *g = calloc(1, sizeof *g);
   g->launch = l;
   g->flat_id = flat;
@@ -93,8 +91,7 @@ static void end_group(Machine *m, Group *g) {
   Launch *l = g->launch;
   Unit *unit = &m->units[(u32)l->rank * m->num_cus + g->cu];
   unit->lds -= (l->lds_bytes + LDS_GRANULE - 1) / LDS_GRANULE * LDS_GRANULE;
-  unit->waves -= g->num_waves * wave_units(l);
-  unit->barriers -= g->num_waves > 1;
+  unit->waves -= g->num_waves * wave_share(l);
   if (m->detect) check_group_end(g);
   l->live_groups--;
   free(g->lds); free(g->waves); free(g);

@@ -123,7 +123,7 @@ typedef struct Worker {
   u64 change, view; /* own progress; everybody's, as last seen */
   u64 clock, resting_at;
 } __attribute__((aligned(128))) Worker;
-typedef struct { u32 lds, waves, barriers; } Unit; /* in use of a compute unit */
+typedef struct { u32 lds, waves; } Unit; /* in use of a compute unit */
 
 struct Machine {
   Alloc *allocs;
