@@ -63,6 +63,14 @@ class LogPieces:
         return np.exp(np.where(scores < at[0], below, np.interp(scores, at, logs)))
 
 
+@dataclass(frozen=True)
+class Window:
+    """Context window of a session: how long its prompts grow, and how long they are after a compaction."""
+
+    peak: LogNormal
+    compacted: LogNormal
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Parameters of the generator. Lengths in tokens, times in seconds; sub-agents are called groups."""
@@ -71,29 +79,28 @@ class Recipe:
     min_turns: int = 20
     max_turns: int = 3000
     shared_prefix: int = 17_000
-    start_context: LogNormal = LogNormal(67_000, 0.45)
+    start_context: LogNormal = LogNormal(63_000, 0.45)
     output: LogNormal = LogNormal(616, 1.33)
     pace_growth: float = 0.26
-    appended: LogNormal = LogNormal(600, 1.28)
-    narrow_window: LogNormal = LogNormal(164_000, 0.05)
-    wide_window: LogNormal = LogNormal(900_000, 0.10)
-    wide_turns: float = 155.0
+    appended: LogNormal = LogNormal(560, 1.2)
+    narrow: Window = Window(LogNormal(176_000, 0.05), LogNormal(99_000, 0.2))
+    wide: Window = Window(LogNormal(815_000, 0.10), LogNormal(205_000, 0.4))
+    wide_turns: float = 226.0
     wide_sharpness: float = 20.0
-    compaction_probability: float = 0.0023
-    compacted_context: LogNormal = LogNormal(106_000, 0.2)
+    compaction_probability: float = 0.0007
     gap_s: LogPieces = LogPieces(
-        ((0.5, 4.8), (0.9, 123.0), (0.955, 250.0), (0.99, 3150.0), (0.999, 58_000.0), (0.9999, 604_800.0))
+        ((0.5, 4.8), (0.9, 123.0), (0.955, 250.0), (0.99, 3150.0), (0.999, 70_000.0), (0.9999, 604_800.0))
     )
     subagent_share: float = 0.445
-    groups: LogNormal = LogNormal(4.0, 1.07)
+    groups: LogNormal = LogNormal(4.0, 1.09)
     max_groups: int = 100
     group_growth: float = 0.6
     group_requests: LogPieces = LogPieces(((0.5, 16), (0.9, 48), (0.99, 200), (0.9999, 789)))
     max_group_requests: int = 789
-    group_start_context: LogNormal = LogNormal(18_000, 0.55)
+    group_start_context: LogNormal = LogNormal(16_800, 0.55)
     group_compacted_context: LogNormal = LogNormal(55_000, 0.4)
-    group_output: LogNormal = LogNormal(343, 1.33)
-    group_appended: LogNormal = LogNormal(1_170, 1.1)
+    group_output: LogNormal = LogNormal(352, 1.33)
+    group_appended: LogNormal = LogNormal(1_400, 1.1)
     group_gap_s: LogNormal = LogNormal(2.0, 1.2)
     fan_out: LogNormal = LogNormal(3, 0.6)
     max_concurrent_groups: int = 10

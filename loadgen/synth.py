@@ -63,9 +63,7 @@ class _Session:
         groups = round(growth * recipe.groups.at(quantile)) if quantile < 1 else 0
         self.num_groups = min(max(groups, 1), recipe.max_groups) if quantile < 1 else 0
         self.start_context = recipe.start_context.at(draws.start_context)
-        self.window = (
-            recipe.wide_window if draws.window < recipe.wide_share(self.num_turns) else recipe.narrow_window
-        )
+        self.window = recipe.wide if draws.window < recipe.wide_share(self.num_turns) else recipe.narrow
         self.pace = recipe.pace(self.num_turns)
         self.next_hash_id = 0
         self.group_ends: list[float] = []
@@ -74,9 +72,7 @@ class _Session:
         recipe = self.recipe
         prefix = self._new_blocks(_num_blocks(recipe.shared_prefix))
         outputs = self._outputs(recipe.output, self.num_turns)
-        prompts = self._prompts(
-            prefix, self.start_context, outputs, recipe.appended, recipe.compacted_context
-        )
+        prompts = self._prompts(prefix, self.start_context, outputs, recipe.appended, self.window.compacted)
         gaps = recipe.gap_s.draws(self.rng, self.num_turns)
         fan_outs = self._fan_outs()
         entries: list[TraceRequest | SubagentEntry] = []
@@ -192,7 +188,7 @@ class _Session:
         keeps the shared prefix and starts over behind it. Prompts of one lineage are views of one array."""
         recipe, rng = self.recipe, self.rng
         fewest = len(prefix) + 1
-        most = max(_num_blocks(self.window.draw(rng)), fewest)
+        most = max(_num_blocks(self.window.peak.draw(rng)), fewest)
         new: Floats = outputs + self.pace * appended.draws(rng, len(outputs))
         compacts = rng.random(len(outputs)) < recipe.compaction_probability
         lineages: list[list[int]] = [[min(max(_num_blocks(start), fewest), most)]]

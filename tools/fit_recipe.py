@@ -26,7 +26,7 @@ import numpy as np
 from loadgen.corpus import TARGETS, Corpus, Target
 from loadgen.lanes import Lane, Lanes
 from loadgen.prefix_cache import PrefixCache
-from loadgen.recipe import LogNormal, LogPieces, Recipe
+from loadgen.recipe import LogPieces, Recipe
 from loadgen.scenario import ScenarioConfig
 from loadgen.session import Turn
 from loadgen.synth import SyntheticTraces
@@ -75,7 +75,7 @@ DIALS = (
     Dial("group_output.sigma", "prefill : output", -0.5),
     Dial("appended.median", "new tokens p50", 1.2),
     Dial("appended.sigma", "new tokens mean", 0.6),
-    Dial("compacted_context.median", "input p50", 0.7),
+    Dial("narrow.compacted.median", "input p50", 0.7),
     Dial("start_context.median", "hour: input p50", 0.5),
     Dial("wide_turns", "input p50, main", -0.5),
     Dial("compaction_probability", "input p90, main", -1.0),
@@ -88,27 +88,29 @@ LINEAR = ("pace_growth",)
 DAMPING = 0.5
 
 
-def get(recipe: Recipe, name: str) -> float:
-    field, _, part = name.partition(".")
-    value = getattr(recipe, field)
+def get(value: Any, name: str) -> float:
+    """The parameter called `name` of a recipe: attributes with dots between them, or the number of a knot."""
+    head, _, rest = name.partition(".")
     if isinstance(value, LogPieces):
-        return value.knots[int(part)][1]
-    return float(getattr(value, part) if part else value)
+        return value.knots[int(head)][1]
+    inner = getattr(value, head)
+    return get(inner, rest) if rest else float(inner)
 
 
-def changed(recipe: Recipe, name: str, value: float) -> Recipe:
-    field, _, part = name.partition(".")
-    old: Any = getattr(recipe, field)
+def changed(old: Any, name: str, value: float) -> Any:
+    """The same recipe with one parameter changed."""
+    head, _, rest = name.partition(".")
     if isinstance(old, LogPieces):
         knots = list(old.knots)
-        knots[int(part)] = (knots[int(part)][0], value)
-        return replace(recipe, **{field: LogPieces(tuple(knots))})
-    return replace(recipe, **{field: replace(old, **{part: value}) if isinstance(old, LogNormal) else value})
+        knots[int(head)] = (knots[int(head)][0], value)
+        return LogPieces(tuple(knots))
+    return replace(old, **{head: changed(getattr(old, head), rest, value) if rest else value})
 
 
 def moved(recipe: Recipe, name: str, step: float) -> Recipe:
     value = get(recipe, name)
-    return changed(recipe, name, value + step if name in LINEAR else value * math.exp(step))
+    moved_recipe: Recipe = changed(recipe, name, value + step if name in LINEAR else value * math.exp(step))
+    return moved_recipe
 
 
 # ---------------------------------------------------------------- what a recipe gives
