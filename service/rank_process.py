@@ -44,6 +44,8 @@ log = logging.getLogger("megamoe.rank")
 
 _HEALTH_PERIOD_S = 0.25
 _EXIT_GRACE_S = 10.0
+_START_SHARE = 0.8
+"""Share of start_timeout_s that ranks wait for each other: they know who is missing, their launcher does not."""
 
 
 class RankProcess:
@@ -139,7 +141,7 @@ class RankProcess:
     def _open_device(self) -> tuple[StepLoop, RankMetrics]:
         """Runtime, weights, warm-up and the running step loop; all closed with self._open, last opened first."""
         config, rank, group_name, opened = self.config, self.spec.rank, self.spec.group_name, self._open
-        timeout_s, shape = config.start_timeout_s, config.moe_shape
+        timeout_s, shape = _START_SHARE * config.start_timeout_s, config.moe_shape
         torch.set_num_threads(threads_per_rank(config))
         board = Board.attach(group_name, rank, timeout_s=timeout_s)
         opened.callback(board.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from megamoe import Path, Runtime
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, PeerTimeoutError
 from service.board import Board
 from service.config import ServiceConfig, load_config
 from service.info import Addresses
@@ -76,6 +77,18 @@ async def test_every_runtime_has_run_before_a_rank_is_up_and_all_are_up_before_o
         assert await serving(up.port)
     finally:
         await asyncio.to_thread(process.stop)
+
+
+def test_a_rank_that_does_not_come_is_named_before_the_launcher_gives_up(group_name: str) -> None:
+    config = config_of(shape=SHAPE | {"num_ranks": 2}, start_timeout_s=2.0)
+    board = Board.create(group_name, num_ranks=2, max_micro_batches=4, generation=3)
+    start = time.monotonic()
+    failed = process_of(config, group_name).start_and_tell()["failed"]
+    assert time.monotonic() - start < 2.0
+    assert failed["code"] == PeerTimeoutError.code
+    assert "[1]" in failed["message"]
+    board.close()
+    board.unlink()
 
 
 def test_a_taken_port_is_refused_by_name_and_leaves_nothing(board: Board, group_name: str) -> None:
