@@ -314,7 +314,7 @@ class PlanId(_message.Message):
     MICRO_BATCH_IDX_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     step_id: _builtins.int
-    """Grows within a micro-batch."""
+    """Grows within a micro-batch; below LeaseGranted.next_step_id + 2^40."""
     micro_batch_idx: _builtins.int
     def __init__(
         self,

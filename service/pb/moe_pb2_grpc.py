@@ -64,7 +64,8 @@ class MoELayerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Forward(self, request_iterator, context):
-        """One long-lived stream between a caller rank and its MoE rank.
+        """One long-lived stream between a caller rank and its MoE rank. It ends with DEADLINE_EXCEEDED when its first request
+        does not come within Limits.step_timeout_s, or a reply is not read for as long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

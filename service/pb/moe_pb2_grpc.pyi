@@ -59,7 +59,9 @@ class MoELayerStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_moe_pb2.GetInfoRequest, _moe_pb2.ServiceInfo]
     """What runs here, where its ranks listen and which limits hold. Needs no lease."""
     Forward: _grpc.StreamStreamMultiCallable[_moe_pb2.ForwardRequest, _moe_pb2.ForwardReply]
-    """One long-lived stream between a caller rank and its MoE rank."""
+    """One long-lived stream between a caller rank and its MoE rank. It ends with DEADLINE_EXCEEDED when its first request
+    does not come within Limits.step_timeout_s, or a reply is not read for as long.
+    """
     ForwardStep: _grpc.UnaryUnaryMultiCallable[_moe_pb2.ForwardStepRequest, _moe_pb2.ForwardStepReply]
     """All ranks' rows of one layer in one message, for simple callers. Takes turns with other ForwardStep callers;
     refused with FAILED_PRECONDITION while a caller group holds the lease, and with RESOURCE_EXHAUSTED above
@@ -74,7 +76,9 @@ class MoELayerAsyncStub(MoELayerStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_moe_pb2.GetInfoRequest, _moe_pb2.ServiceInfo]  # type: ignore[assignment]
     """What runs here, where its ranks listen and which limits hold. Needs no lease."""
     Forward: _aio.StreamStreamMultiCallable[_moe_pb2.ForwardRequest, _moe_pb2.ForwardReply]  # type: ignore[assignment]
-    """One long-lived stream between a caller rank and its MoE rank."""
+    """One long-lived stream between a caller rank and its MoE rank. It ends with DEADLINE_EXCEEDED when its first request
+    does not come within Limits.step_timeout_s, or a reply is not read for as long.
+    """
     ForwardStep: _aio.UnaryUnaryMultiCallable[_moe_pb2.ForwardStepRequest, _moe_pb2.ForwardStepReply]  # type: ignore[assignment]
     """All ranks' rows of one layer in one message, for simple callers. Takes turns with other ForwardStep callers;
     refused with FAILED_PRECONDITION while a caller group holds the lease, and with RESOURCE_EXHAUSTED above
@@ -98,7 +102,9 @@ class MoELayerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_moe_pb2.ForwardRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_moe_pb2.ForwardReply], _abc.AsyncIterator[_moe_pb2.ForwardReply]]:
-        """One long-lived stream between a caller rank and its MoE rank."""
+        """One long-lived stream between a caller rank and its MoE rank. It ends with DEADLINE_EXCEEDED when its first request
+        does not come within Limits.step_timeout_s, or a reply is not read for as long.
+        """
 
     @_abc_1.abstractmethod
     def ForwardStep(
