@@ -23,7 +23,16 @@ from megamoe.errors import (
 from service import codec, wire
 from service.config import ServiceConfig
 from service.front_group import FrontGroup, StepDone, StepJob
-from service.grpc_server import ADMIN_SERVICE, LAYER_SERVICE, Health, elsewhere, listen, make_server, unary
+from service.grpc_server import (
+    ADMIN_SERVICE,
+    LAYER_SERVICE,
+    Health,
+    check_free,
+    elsewhere,
+    listen,
+    make_server,
+    unary,
+)
 from service.http_server import HttpServer
 from service.info import State, built_paths, service_info
 from service.pb import moe_pb2 as pb
@@ -43,8 +52,14 @@ class Front:
         self._health: Health | None = None
         self._http: HttpServer | None = None
 
-    async def start(self) -> tuple[int, int]:
-        """Listen; returns the gRPC and the HTTP port. Raises ConfigError when one is taken."""
+    def start_http(self) -> int:
+        """Answer probes; returns the port. Raises ConfigError when it, or the gRPC port, is taken."""
+        # What starts between this and the gRPC server may take a minute: say it now.
+        check_free(self.config.host, self.config.port, "port")
+        return self._start_http()
+
+    async def start(self) -> int:
+        """Listen for calls; returns the gRPC port. Raises ConfigError when it is taken."""
         config = self.config
         # Above the cap, so that a message that is too large meets our refusal and not only gRPC's.
         receive = min(4 * config.forward_step_max_bytes, 2**31 - 1)
@@ -57,8 +72,7 @@ class Front:
         self._server, self._health = server, health
         await health.set(False)
         await server.start()
-        http_port = self._start_http()
-        return port, http_port
+        return port
 
     async def set_ready(self, not_ready_reason: str) -> None:
         """Ready with an empty reason."""

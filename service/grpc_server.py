@@ -101,6 +101,19 @@ def listen(server: grpc.aio.Server, host: str, port: int, what: str) -> int:
     return bound
 
 
+def check_free(host: str, port: int, what: str) -> None:
+    """Raises ConfigError when `listen` could not bind the port now."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        where = f"{what} {host}:{port}"
+        raise ConfigError(f"{where} must be free to listen on, got: {error.strerror}") from error
+
+
 def unary(
     behavior: Callable[[Any], Awaitable[Any]],
     request: Any,

@@ -63,7 +63,10 @@ class Launcher(Protocol):
         """Tell all ranks that all are up: from now on they say SERVING."""
 
     def failures(self) -> dict[int, str]:
-        """Ranks that ended without being asked, each with what is known; empty while all live."""
+        """Ranks that ended without being asked, each with what is known; empty while all live.
+
+        Raises UnavailableError when the launcher's own processes are gone.
+        """
 
     def stop(self, *, timeout_s: float) -> None:
         """Ask all ranks to stop; who has not within timeout_s is killed. Safe to call twice."""

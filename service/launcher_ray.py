@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -22,6 +22,8 @@ from service.config import ServiceConfig
 from service.info import Addresses
 from service.launcher import RankSpec, RankUp, cpus_per_rank, rank_environment, refuse_many_hosts
 from service.rank_process import RankProcess
+
+log = logging.getLogger("megamoe.launcher")
 
 _PLACE_TIMEOUT_S = 60.0
 _NAMESPACE = "megamoe"
@@ -52,9 +54,18 @@ class RayLauncher:
     """See Launcher."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        self._started_cluster = not ray.is_initialized()
+        self._started_cluster = not ray.is_initialized() and not config.ray_address
+        self._config = config
         # Its warnings at start are about signals and tokens, which are ours to see to; its errors are raised.
         logging.getLogger("ray").setLevel(logging.ERROR)
+        self._connect()
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._waits: list[Any] = []
+        self._stopping = False
+
+    def _connect(self) -> None:
+        config = self._config
         try:
             ray.init(
                 address=config.ray_address or "local",
@@ -74,15 +85,26 @@ class RayLauncher:
             raise UnavailableError(
                 f"Ray did not start on this host (--launcher local does without): {error}"
             ) from error
-        self._group: Any = None
-        self._actors: list[Any] = []
-        self._waits: list[Any] = []
-        self._stopping = False
+
+    def _reconnect(self) -> None:
+        """A cluster of our own whose node has died is started again; another's is its owner's business."""
+        if not self._started_cluster:
+            return
+        try:
+            here = ray.get_runtime_context().get_node_id()
+            if any(node["NodeID"] == here and node["Alive"] for node in ray.nodes()):
+                return
+        except Exception as error:  # whatever Ray raises without its own processes
+            log.warning("Ray does not answer: %s", error)
+        log.warning("Ray's node on this host is gone: Ray is started again")
+        ray.shutdown()
+        self._connect()
 
     def launch(self, specs: Sequence[RankSpec], *, timeout_s: float) -> list[RankUp]:
         self._stopping = False
         config = specs[0].config
         try:
+            self._reconnect()
             self._group = self._place(len(specs), config)
             options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
             make: Any = ray.remote
@@ -100,9 +122,11 @@ class RayLauncher:
             ups = self._wait_up(timeout_s)
             refuse_many_hosts(ups)
             self._waits = [actor.wait.remote() for actor in self._actors]
-        except BaseException:
+        except BaseException as error:
             self.stop(timeout_s=2.0)
-            raise
+            if isinstance(error, MegaMoeError) or not isinstance(error, Exception):
+                raise
+            raise UnavailableError(f"Ray did not start the ranks: {type(error).__name__}: {error}") from error
         return ups
 
     def _place(self, num_ranks: int, config: ServiceConfig) -> Any:
@@ -146,19 +170,22 @@ class RayLauncher:
         return [ups[rank] for rank in range(len(ups))]
 
     def serve(self, addresses: Addresses) -> None:
-        with contextlib.suppress(RayActorError):  # a dead rank is found by `failures`
+        with contextlib.suppress(RayError):  # a dead or stopped rank is found by `failures`, or by the probes
             ray.get([actor.serve.remote(addresses) for actor in self._actors], timeout=10.0)
 
     def failures(self) -> dict[int, str]:
         if self._stopping or not self._waits:
             return {}
-        done, _ = ray.wait(self._waits, num_returns=len(self._waits), timeout=0)
+        try:
+            done, _ = ray.wait(self._waits, num_returns=len(self._waits), timeout=0)
+        except Exception as error:
+            raise UnavailableError(f"Ray does not answer: {type(error).__name__}: {error}") from error
         return {self._waits.index(ref): _why(ref) for ref in done}
 
     def stop(self, *, timeout_s: float) -> None:
         self._stopping = True
         stops = [actor.stop.remote() for actor in self._actors]
-        with contextlib.suppress(GetTimeoutError, RayError):
+        with contextlib.suppress(RayError):
             ray.get(stops, timeout=max(timeout_s, 0.1))
         for actor in self._actors:
             with contextlib.suppress(RayError, ValueError):

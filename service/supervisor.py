@@ -72,10 +72,11 @@ class Supervisor:
         mark.enter_context(leftovers.marked(self._name))
         mark.enter_context(leftovers.with_janitor(self._name))
         try:
-            port, http_port = await self.front.start()
-            host = self.config.public_host
-            self.state.addresses = Addresses(front=f"{host}:{port}", http=f"{host}:{http_port}")
+            host, http_port = self.config.public_host, self.front.start_http()
+            # Before any gRPC server: a launcher may fork what it starts, and gRPC's threads do not survive a fork.
             launcher = await asyncio.to_thread(open_launcher, self.config)
+            port = await self.front.start()
+            self.state.addresses = Addresses(front=f"{host}:{port}", http=f"{host}:{http_port}")
             # Ray sets a SIGTERM handler of its own; ours must be the last.
             for number in (signal.SIGINT, signal.SIGTERM):
                 with contextlib.suppress(NotImplementedError, RuntimeError):
