@@ -54,7 +54,7 @@ class RayLauncher:
     """See Launcher."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        self._started_cluster = not ray.is_initialized() and not config.ray_address
+        self._connected_here = not ray.is_initialized()
         self._config = config
         # Its warnings at start are about signals and tokens, which are ours to see to; its errors are raised.
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -88,7 +88,7 @@ class RayLauncher:
 
     def _reconnect(self) -> None:
         """A cluster of our own whose node has died is started again; another's is its owner's business."""
-        if not self._started_cluster:
+        if not self._connected_here or self._config.ray_address:
             return
         try:
             here = ray.get_runtime_context().get_node_id()
@@ -198,7 +198,7 @@ class RayLauncher:
     def close(self) -> None:
         """Stops the cluster that this launcher started; one that was there before only loses a connection."""
         self.stop(timeout_s=0.1)
-        if self._started_cluster:
+        if self._connected_here:
             ray.shutdown()
 
 
