@@ -5,6 +5,7 @@ For metrics and probes. Owns limits and life; what is answered is the handler's 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 log = logging.getLogger("megamoe.http")
 
 MAX_CONNECTIONS = 64
-"""At a time; one more is closed at once. A scraper and some probes need a handful."""
+"""At a time; for one more the oldest is closed. A scraper and some probes need a handful, and never for long."""
 SILENCE_S = 10.0
 """A client that neither sends nor reads for so long loses its connection: a slow scraper must not keep a thread."""
 
@@ -30,7 +31,8 @@ class HttpServer(ThreadingHTTPServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         self._name = name
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
         super().__init__((host, port), type(handler.__name__, (handler,), {"timeout": SILENCE_S}))
 
     def start(self) -> HttpServer:
@@ -43,16 +45,21 @@ class HttpServer(ThreadingHTTPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):  # it went away just now
+                    oldest.shutdown(socket.SHUT_RDWR)  # which wakes its thread
+            self._open[request] = None
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._lock:
+                self._open.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news; anything else is a bug of the handler."""

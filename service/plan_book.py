@@ -32,8 +32,9 @@ STEPS_PER_LEASE = 2**40
 """Step ids of a lease stay below its first one plus this (34 years of 1000 steps a second): no caller can use up the
 64-bit ids of a generation with one that is far ahead."""
 _MAX_ROWS = 2**31 - 1
-_REMEMBERED_PLANS = 16
-"""Earlier plans of a micro-batch that a late layer call, or a call to join, can still name."""
+_REMEMBERED_PLANS = 256
+"""Earlier plans of a micro-batch that a late layer call, or a call to join, can still name: a caller that gives up step
+after step while a call waits for its turn must not make ranks forget the plan of that call."""
 BLOCKED_POLL_S = 0.001
 """How soon to look again whether ranks have settled a step whose entry is to be overwritten."""
 
@@ -42,13 +43,15 @@ BLOCKED_POLL_S = 0.001
 class _MicroBatch:
     """waiting: intents of this rank's caller that are not on the board yet. unsettled: posted, outcome unknown.
 
-    recent: the latest plans by step id. last_step: the latest that the caller brought.
+    recent: the latest plans by step id; unclosed: those of them that the caller opened since its last step.
+    last_step: the latest that the caller brought.
     """
 
     idx: int
     waiting: deque[PlanState] = field(default_factory=deque)
     unsettled: list[PlanState] = field(default_factory=list)
     recent: OrderedDict[int, PlanState] = field(default_factory=OrderedDict)
+    unclosed: list[PlanState] = field(default_factory=list)
     last_step: int = 0
     seen_version: int = -1
     blocked: bool = False
@@ -166,9 +169,9 @@ class PlanBook:
             called=True,
             answers=[answer],
         )
-        for earlier in micro_batch.recent.values():
-            if earlier.called:
-                self._close(earlier)
+        for earlier in micro_batch.unclosed:
+            self._close(earlier)
+        micro_batch.unclosed = [plan]
         self._remember(micro_batch, plan)
         micro_batch.last_step = plan_id.step_id
         micro_batch.waiting.append(plan)
@@ -182,6 +185,7 @@ class PlanBook:
     def _take_late_intent(self, known: PlanState, request: IntentRequest, answer: Answer) -> None:
         """The caller of a rank that went ahead without it does call: it gets the plan, if it says the same."""
         known.called = True
+        self._micro_batch(known.plan_id).unclosed.append(known)
         counts = request.num_rows_per_rank
         if request.refusal is not None:
             known.poison = ErrorReply(code=request.refusal[0], message=request.refusal[1])
@@ -240,10 +244,11 @@ class PlanBook:
     def _remember(self, micro_batch: _MicroBatch, plan: PlanState) -> None:
         recent = micro_batch.recent
         recent[plan.plan_id.step_id] = plan
-        live = (PlanStatus.WAITING, PlanStatus.POSTED)
-        for step_id in list(recent)[: max(len(recent) - _REMEMBERED_PLANS, 0)]:
-            if recent[step_id].status not in live:
-                del recent[step_id]
+        if len(recent) > _REMEMBERED_PLANS:
+            live = (PlanStatus.WAITING, PlanStatus.POSTED)
+            for step_id in list(recent)[: len(recent) - _REMEMBERED_PLANS]:
+                if recent[step_id].status not in live:
+                    del recent[step_id]
 
     # ------------------------------------------------------------------------------ lookups
 
@@ -390,8 +395,8 @@ class PlanBook:
         open_rows = sum(
             plan.plan.max_rows
             for micro_batch in self._micro_batches
-            for plan in micro_batch.recent.values()
-            if plan.status is PlanStatus.OPEN and plan.called and plan.plan is not None
+            for plan in micro_batch.unclosed
+            if plan.status is PlanStatus.OPEN and plan.plan is not None
         )
         return RankLoad(queued_calls=self._queued_calls(), open_rows=open_rows)
 

@@ -6,6 +6,7 @@ Owns: the stream to one rank. When it breaks, every request in flight and every 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import grpc
@@ -48,12 +49,19 @@ class RankStream:
         self._reader = asyncio.create_task(self._read(), name=f"replies of rank {rank}")
         self._writer = asyncio.create_task(self._write(), name=f"requests to rank {rank}")
 
-    async def request(
+    def request(
         self, message: pb.ForwardRequest, parts: tuple[wire.Buffer, ...] = (), *, timeout_s: float
+    ) -> Coroutine[Any, Any, Reply]:
+        """Send one request now, whatever becomes of the awaitable that is returned: it waits for the reply.
+
+        That raises the error that the rank answers, UnavailableError when the stream breaks or nothing comes within
+        timeout_s.
+        """
+        return self._reply(message, self.send(message, parts), timeout_s)
+
+    async def _reply(
+        self, message: pb.ForwardRequest, future: asyncio.Future[Reply], timeout_s: float
     ) -> Reply:
-        """Send one request and wait for its reply. Raises the error that the rank answers, UnavailableError when
-        the stream breaks or nothing comes within timeout_s."""
-        future = self.send(message, parts)
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:

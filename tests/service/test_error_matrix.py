@@ -624,6 +624,26 @@ def test_an_uncalled_rank_that_lags_far_behind_catches_up(tier: Tier) -> None:
     tier.works()
 
 
+def test_an_uncalled_rank_follows_a_call_that_waited_while_many_plans_came_and_went(tier: Tier) -> None:
+    """A caller that gives up step after step leaves calls in the queue: their plans must not be forgotten before."""
+    group, counts = tier.group, (2, 1, 0, 3)
+    blocked = tier.open(counts, with_counts=True, micro_batch_idx=1)
+    waited_for = tier.calls(blocked)
+    held = [group.send(rank, waited_for[rank]) for rank in (0, 1)]
+    _, requests = tier.intents(counts, with_counts=True)
+    replies = group.ask_all({rank: requests[rank] for rank in (0, 1, 3)})
+    plan = next(reply.plan for reply in replies.values() if isinstance(reply, PlanReply))
+    calls = [group.send(rank, call) for rank, call in tier.calls(plan, ranks=(0, 1, 3)).items()]
+    for _ in range(100):
+        _, requests = tier.intents(counts, with_counts=True)
+        replies = group.ask_all({rank: requests[rank] for rank in (0, 1, 3)})
+        assert all(isinstance(reply, PlanReply) for reply in replies.values()), replies
+    held.append(group.send(3, waited_for[3]))
+    group.settle()
+    assert all(isinstance(group.poll(sent), LayerReply) for sent in (*held, *calls))
+    tier.works()
+
+
 # ------------------------------------------------------------------------------ leases
 
 
