@@ -333,6 +333,25 @@ async def test_plans_of_too_many_rows_are_refused_when_they_are_agreed(group: As
             pass
 
 
+async def test_steps_that_a_caller_gives_up_hold_nobody_up(group: AsyncMoeGroup) -> None:
+    """Cancelled anywhere between their intent and their last layer; what they announced finishes behind them."""
+
+    async def walk() -> None:
+        async with group.step(COUNTS) as step:
+            for layer_idx in range(SHAPE.num_layers):
+                await step.layer(layer_idx, BATCHES)
+
+    for idx in range(40):
+        step = asyncio.create_task(walk())
+        await asyncio.sleep(0.0007 * idx)
+        step.cancel()
+        await asyncio.wait({step})
+        assert step.cancelled() or step.exception() is None, step.exception()
+    start = time.monotonic()
+    await works(group)
+    assert time.monotonic() - start < STEP_TIMEOUT_S, "no rank waited in vain"
+
+
 async def test_draining_lets_open_plans_finish_and_takes_no_new_ones(
     group: AsyncMoeGroup, running_service: ServiceProcess
 ) -> None:

@@ -185,3 +185,15 @@ async def test_info_health_and_reflection(served: ServedRank) -> None:
         await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=LAYER_SERVICE))
         answer = await asyncio.wait_for(call.read(), 5)
         assert b"ForwardStep" in answer.file_descriptor_response.file_descriptor_proto[0]
+
+
+async def test_a_request_is_sent_although_its_caller_gives_up_at_once(served: ServedRank) -> None:
+    """It has taken its place in the total order: a gap there would hold up everything behind it."""
+    stream = served.stream()
+    message, parts = layer_call(1)
+    stream.request(message, parts, timeout_s=5).close()
+    message, parts = layer_call(1, layer_idx=1)
+    await stream.request(message, parts, timeout_s=5)
+    heads = [item for item in served.rank.seen if isinstance(item, LayerHead)]
+    assert [head.layer_idx for head in heads] == [0, 1]
+    await stream.close()
