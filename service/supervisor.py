@@ -62,10 +62,7 @@ class Supervisor:
     async def run(self) -> None:
         """Serve until `stop`, SIGINT or SIGTERM. Raises what made the first start impossible; with restart off also
         UnavailableError when a rank dies."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError, RuntimeError):
-                loop.add_signal_handler(number, self.stop)
+        self._take_signals()
         launcher: Launcher | None = None
         leftovers.remove_leftovers()
         mark = contextlib.ExitStack()
@@ -77,10 +74,7 @@ class Supervisor:
             launcher = await asyncio.to_thread(open_launcher, self.config)
             port = await self.front.start()
             self.state.addresses = Addresses(front=f"{host}:{port}", http=f"{host}:{http_port}")
-            # Ray sets a SIGTERM handler of its own; ours must be the last.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                with contextlib.suppress(NotImplementedError, RuntimeError):
-                    loop.add_signal_handler(number, self.stop)
+            self._take_signals()
             await self._serve_groups(launcher)
         finally:
             await self.front.set_ready("stopping")
@@ -92,12 +86,19 @@ class Supervisor:
             mark.close()
             await self.front.stop()
 
+    def _take_signals(self) -> None:
+        """SIGINT and SIGTERM mean `stop`. Again whenever Ray may have started: it sets handlers of its own."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                asyncio.get_running_loop().add_signal_handler(number, self.stop)
+
     async def _serve_groups(self, launcher: Launcher) -> None:
         num_failures = 0
         while not self._stop.is_set():
             started_s = time.monotonic()
             try:
                 ups = await self._until_stop(launcher, self._start_group(launcher))
+                self._take_signals()
                 if ups is None:
                     return
                 self._was_up = True
