@@ -43,7 +43,17 @@ def test_the_key_follows_sources_constants_and_version(monkeypatch: pytest.Monke
 def test_kernels_of_a_deployment_are_those_that_it_launches() -> None:
     bundle = plan_bundle(emulated(shape_of()))
     names = {spec.name for spec in compile_ahead.kernels_of(bundle, identity=True).values()}
-    assert names == {"quantize", "prepare", "dispatch", "gemm1", "gemm2", "identity", "combine", "close"}
+    assert names == {
+        "quantize",
+        "prepare",
+        "dispatch",
+        "dispatch_gemm1",
+        "gemm1",
+        "gemm2",
+        "identity",
+        "combine",
+        "close",
+    }
 
 
 def test_check_fails_on_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

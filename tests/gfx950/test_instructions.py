@@ -15,7 +15,7 @@ from megamoe.bundle import Path
 
 RECORD = FilePath(__file__).with_name("instructions.json")
 SIZES = {Path.FIXED_SLOT: (1, 8, 32), Path.COMPACT: (8, 64)}
-WITHOUT_WAITS = ("quantize", "gemm1", "gemm2")
+WITHOUT_WAITS = ("quantize", "gemm2")
 ALLOWED = 0.02
 
 

@@ -15,7 +15,7 @@ from megamoe.backends.gfx950.build import load_or_compile
 from megamoe.backends.gfx950.device.emulated import WEIGHTS_CLASS, EmulatedGroup
 from megamoe.backends.gfx950.emulator import DeviceConfig
 from megamoe.backends.gfx950.emulator.report import Traffic
-from megamoe.backends.gfx950.launches import PackedMemory, RankLaunches, kernel_specs
+from megamoe.backends.gfx950.launches import PackedMemory, RankLaunches, alone_specs
 from megamoe.backends.gfx950.lockstep import NUM_CUS, Ranks, batches_of, emulated, shape_of
 from megamoe.backends.gfx950.plan import inner_bytes, plan_launch
 from megamoe.backends.gfx950.record import Word
@@ -154,7 +154,7 @@ def run_gemms(
     launches.heap.write(rows, layout.region("payload_rows0").offset)
     launches.experts.write(want.experts)
     launches.row_table.write(want.row_table)
-    specs = kernel_specs(layout, block_m=block_m, compact=True, quantized=False, fp8=fp8)
+    specs = alone_specs(layout, block_m=block_m, fp8=fp8)
     launches.gemm1(load_or_compile(specs["gemm1"]), plan, packed[0])
     launches.gemm2(load_or_compile(specs["gemm2"]), plan, packed[1])
     group.devices.synchronize()

@@ -35,8 +35,8 @@ from megamoe.layout import FlagKind, plan_layout
 from megamoe.weights import LayerWeights
 
 STAGES: dict[Path, tuple[str, ...]] = {
-    Path.FIXED_SLOT: ("quantize", "dispatch", "gemm1", "gemm2", "combine"),
-    Path.COMPACT: ("quantize", "prepare", "dispatch", "gemm1", "gemm2", "combine"),
+    Path.FIXED_SLOT: ("quantize", "dispatch_gemm1", "gemm2", "combine"),
+    Path.COMPACT: ("quantize", "prepare", "dispatch_gemm1", "gemm2", "combine"),
 }
 MAX_TOPK = 31
 """Token index, ids and weights of a row are written by one wave at once: 1 + 2 x 31 words."""
@@ -184,10 +184,10 @@ class Gfx950Backend:
             launches.quantize(codes[stage], plan)
         elif stage == "prepare":
             launches.prepare(codes[stage])
-        elif stage == "dispatch":
-            launches.dispatch(codes[stage], plan)
-        elif stage == "gemm1" and w13 is not None:
-            launches.gemm1(codes[stage], plan, w13)
+        elif stage == "dispatch_gemm1" and w13 is not None:
+            launches.dispatch_gemm1(codes[stage], plan, w13)
+        elif stage == "dispatch_gemm1":
+            launches.dispatch(codes["dispatch"], plan)
         elif stage == "gemm2" and w2 is not None:
             launches.gemm2(codes[stage], plan, w2)
         elif stage == "gemm2":

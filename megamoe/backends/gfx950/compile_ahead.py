@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path as FilePath
 
 from megamoe.backends.gfx950.build import KernelSpec, load_or_compile, missing
-from megamoe.backends.gfx950.launches import kernel_specs
+from megamoe.backends.gfx950.launches import alone_specs, kernel_specs
 from megamoe.backends.gfx950.plan import plan_launch, rows_bucket
 from megamoe.bundle import Bundle, Deployment, Path, RowFormat, plan_bundle
 from megamoe.layout import plan_layout
@@ -26,10 +26,12 @@ _ANY_COMPUTE_UNITS = 256
 
 
 def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpec]:
-    """Every kernel that a sub-step of the bundle can launch, by name and constants. identity: transport tests' too."""
+    """Every kernel that a sub-step or a binding can launch, by name and constants. identity: transport tests' too."""
     layout = plan_layout(bundle)
     fp8 = bundle.deployment.combine_row_format is RowFormat.FP8
-    specs: dict[str, KernelSpec] = {}
+    tile = plan_launch(bundle.shape, 1, _ANY_COMPUTE_UNITS).block_m
+    found = alone_specs(layout, block_m=tile, fp8=fp8)
+    specs = {f"{spec.name} {dict(spec.constants)}": spec for spec in found.values()}
     for path in BUILT:
         capacity = max(bundle.capacities(path), default=0)
         buckets = {rows_bucket(1 << power) for power in range(capacity.bit_length())}

@@ -6,7 +6,7 @@ import torch
 
 from megamoe import mx
 from megamoe.backends.gfx950.build import load_or_compile
-from megamoe.backends.gfx950.launches import PackedMemory, RankLaunches, kernel_specs
+from megamoe.backends.gfx950.launches import PackedMemory, RankLaunches, alone_specs
 from megamoe.backends.gfx950.plan import plan_launch
 from megamoe.backends.gfx950.record import NUM_WORDS, Word
 from megamoe.backends.gfx950.shuffle import row_scales
@@ -28,7 +28,7 @@ def expert_rows(
     layout, shape, device = launches.layout, launches.shape, launches.device
     m, hidden = len(rows), shape.hidden
     plan = plan_launch(shape, 1, device.num_compute_units)
-    specs = kernel_specs(layout, block_m=plan.block_m, compact=False, quantized=False, fp8=launches.fp8)
+    specs = alone_specs(layout, block_m=plan.block_m, fp8=launches.fp8)
     codes, sf = mx.quantize_mxfp8(rows)
     launches.rows.write(torch.cat([codes, row_scales(sf)], dim=1))
     # Every expert before this one has no rows and none of the tiles; every one after it begins behind them.

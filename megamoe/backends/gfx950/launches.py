@@ -50,35 +50,45 @@ class BoundLayer:
 def kernel_specs(
     layout: HeapLayout, *, block_m: int, compact: bool, quantized: bool, fp8: bool, identity: bool = False
 ) -> dict[str, KernelSpec]:
-    """The kernels of a sub-step by stage."""
+    """The kernels of a sub-step by stage, and those that end one otherwise (close, abort)."""
     shape = layout.bundle.shape
-    experts = shape.num_experts_per_rank
     routing = {"TOPK": shape.num_topk, "META_WORDS": layout.meta_words}
-    owners = {"NUM_EXPERTS": experts, "NUM_RANKS": shape.num_ranks}
-    gemm = {
-        "BLOCK_M": block_m, "HIDDEN": shape.hidden, "INTERMEDIATE": shape.intermediate,
-        "INNER_BYTES": inner_bytes(shape.intermediate), "NUM_EXPERTS": experts,
-    }  # fmt: skip
+    owners = {"NUM_EXPERTS": shape.num_experts_per_rank, "NUM_RANKS": shape.num_ranks}
+    row = {"HIDDEN": shape.hidden, "ROW_BYTES": layout.row_bytes}
     specs = {
         "quantize": KernelSpec.of(
-            "quantize", HIDDEN=shape.hidden, ROW_BYTES=layout.row_bytes, NUM_EXPERTS=shape.num_experts,
-            QUANTIZED=int(quantized), **routing,
+            "quantize", NUM_EXPERTS=shape.num_experts, QUANTIZED=int(quantized), **row, **routing
         ),
-        "dispatch": KernelSpec.of("dispatch", COMPACT=int(compact), ROW_BYTES=layout.row_bytes, **routing, **owners),
         "combine": KernelSpec.of("combine", HIDDEN=shape.hidden, **routing, **owners),
         "close": KernelSpec.of("close", ABORT=0, NUM_RANKS=shape.num_ranks),
         "abort": KernelSpec.of("close", ABORT=1, NUM_RANKS=shape.num_ranks),
-    }  # fmt: skip
+    }
     if compact:
         specs["prepare"] = KernelSpec.of("prepare", COUNTS_WORDS=layout.counts_words, **routing, **owners)
     if identity:
-        row = {"HIDDEN": shape.hidden, "ROW_BYTES": layout.row_bytes}
+        moved = {"ROW_BYTES": layout.row_bytes, **routing, **owners}
+        specs["dispatch"] = KernelSpec.of("dispatch", COMPACT=int(compact), **moved)
         specs["identity"] = KernelSpec.of("identity", FP8=int(fp8), **row, **owners)
     else:
-        limit = round(shape.swiglu_limit * 1000)
-        specs["gemm1"] = KernelSpec.of("gemm1", ROW_BYTES=layout.row_bytes, LIMIT_MILLI=limit, **gemm)
-        specs["gemm2"] = KernelSpec.of("gemm2", NUM_RANKS=shape.num_ranks, FP8=int(fp8), **gemm)
+        alone = alone_specs(layout, block_m=block_m, fp8=fp8)
+        constants = dict(alone["gemm1"].constants) | routing | owners
+        specs["dispatch_gemm1"] = KernelSpec.of("dispatch_gemm1", COMPACT=int(compact), **constants)
+        specs["gemm2"] = alone["gemm2"]
     return specs
+
+
+def alone_specs(layout: HeapLayout, *, block_m: int, fp8: bool) -> dict[str, KernelSpec]:
+    """The two GEMMs on rows that are there already: what a binding is checked with."""
+    shape = layout.bundle.shape
+    gemm = {
+        "BLOCK_M": block_m, "HIDDEN": shape.hidden, "INTERMEDIATE": shape.intermediate,
+        "INNER_BYTES": inner_bytes(shape.intermediate), "NUM_EXPERTS": shape.num_experts_per_rank,
+    }  # fmt: skip
+    limit = round(shape.swiglu_limit * 1000)
+    return {
+        "gemm1": KernelSpec.of("gemm1", ROW_BYTES=layout.row_bytes, LIMIT_MILLI=limit, **gemm),
+        "gemm2": KernelSpec.of("gemm2", NUM_RANKS=shape.num_ranks, FP8=int(fp8), **gemm),
+    }
 
 
 class RankLaunches:
@@ -186,6 +196,15 @@ class RankLaunches:
             self.device.rank, plan.tile_shift, groups,
         ]  # fmt: skip
         self.device.stream.launch(code, groups, 256, args)
+
+    def dispatch_gemm1(self, code: Code, plan: LaunchPlan, w13: PackedMemory) -> None:
+        groups = plan.gemm1_groups
+        args = [
+            self.control.address, self.bases.address, self.heap.address, self.rows.address, self.meta.address,
+            self.token_slots.address, self.sent_counts.address, self.experts.address, self.row_table.address,
+            w13.codes.address, w13.scales.address, self.inner.address, self.device.rank, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, plan.gemm_threads, args)
 
     def gemm1(self, code: Code, plan: LaunchPlan, w13: PackedMemory) -> None:
         groups = plan.gemm1_groups

@@ -68,6 +68,8 @@ class Word(IntEnum):
     """The epoch of the last launch that combine finished, with POSTED above it."""
     ARRIVALS = 41
     """Workgroups of the running kernel that have arrived; the last one sets it back to 0."""
+    MET = 42
+    """Workgroups that have met in the middle of the launch's one kernel that does so."""
 
 
 FIRST_STATUS = int(Word.FAILED)

@@ -24,30 +24,19 @@ from megamoe.backends.gfx950.kernels.lang import (
 from megamoe.backends.gfx950.record import Word
 from megamoe.layout import FlagKind
 
-THREADS = 256
-NUM_WAVES = THREADS // WAVE
+ALONE = 256
+"""Work-items of a workgroup where dispatch is a launch of its own."""
 
 
 @flyc.jit
 def send(
-    control,
-    bases,
-    rank,
-    rows,
-    meta,
-    token_slots,
-    sent_counts,
-    num_groups,
-    COMPACT,
-    ROW_BYTES,
-    META_WORDS,
-    TOPK,
-    NUM_EXPERTS,
-    NUM_RANKS,
-):
+    control, bases, rank, rows, meta, token_slots, sent_counts, num_groups,
+    COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS,
+):  # fmt: skip
     """A wave takes a (token, destination): what stands beside the row, and the row if it has an expert there."""
     lane = fx.thread_idx.x % WAVE
-    wave = uniform(fx.block_idx.x * NUM_WAVES + fx.thread_idx.x // WAVE)
+    num_waves = THREADS // WAVE
+    wave = uniform(fx.block_idx.x * num_waves + fx.thread_idx.x // WAVE)
     num_rows = control_int(control, Word.NUM_ROWS)
     first_slot = rank * control_int(control, Word.CAPACITY)
     meta_offset, rows_offset = (
@@ -57,7 +46,7 @@ def send(
     failed = control_int(control, Word.FAILED)
     num_units = (failed == 0).select(num_rows * NUM_RANKS, fx.Int32(0))
     sent = fx.Int32(0)
-    for unit in range(wave, num_units, num_groups * NUM_WAVES):
+    for unit in range(wave, num_units, num_groups * num_waves):
         unit = fx.Int32(unit)
         token = unit // NUM_RANKS
         # Ranks begin with different destinations.
@@ -93,7 +82,48 @@ def send(
         fx.atomic_add(words(control) + 2 * int(Word.ROWS_SENT), sent, syncscope=fx.rocdl.SyncScope.Agent)
 
 
-@flyc.kernel(known_block_size=[THREADS, 1, 1])
+@flyc.jit
+def exchange(
+    lds, tables, control, bases, heap, rows, meta, token_slots, sent_counts, experts, row_table, rank, tile_shift,
+    num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS,
+):  # fmt: skip
+    """Send, wait, and list the rows of this workgroup's experts, one in num_groups. Returns 1 if all sources came."""
+    send(
+        control, bases, rank, rows, meta, token_slots, sent_counts, num_groups,
+        COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS,
+    )  # fmt: skip
+    last = flags.arrive(lds, control, num_groups)
+    if (last == 1) & (control_int(control, Word.FAILED) == 0):
+        info = control_int(control, Word.NUM_ROWS)
+        if const_expr(COMPACT):
+            place = (fx.thread_idx.x < NUM_RANKS).select(fx.thread_idx.x, fx.Int32(0))
+            info = fx.generic_load(words(sent_counts) + place)
+        flags.post(control, bases, rank, FlagKind.PAYLOAD, info, NUM_RANKS)
+    needed = fx.Int32((1 << NUM_RANKS) - 1)
+    if const_expr(not COMPACT):
+        # Ranks without rows cannot hold up the others' matrix products.
+        needed = control_int(control, Word.SOURCES)
+    came = flags.wait(lds, control, bases, heap, rank, FlagKind.PAYLOAD, needed, NUM_RANKS)
+    if came == 1:
+        ends = []
+        total = fx.Int32(0)
+        for src in range_constexpr(NUM_RANKS):
+            announced = flags.rows_announced(uniform(fx.generic_load(lds.infos.ptr + src)))
+            if const_expr(not COMPACT):
+                announced = (((needed >> src) & 1) == 1).select(announced, fx.Int32(0))
+            total = total + announced
+            ends.append(total)
+        capacity = None if COMPACT else control_int(control, Word.CAPACITY)
+        beside = heap + control_word(control, Word.META_OFFSET)
+        for expert in range(fx.block_idx.x, fx.Int32(NUM_EXPERTS), num_groups):
+            index.index_expert(
+                tables, beside, experts, row_table, fx.Int32(expert), rank * NUM_EXPERTS, ends, capacity, tile_shift,
+                NUM_EXPERTS, TOPK, META_WORDS, THREADS,
+            )  # fmt: skip
+    return came
+
+
+@flyc.kernel(known_block_size=[ALONE, 1, 1])
 def dispatch_kernel(
     control: fx.Int64,
     bases: fx.Int64,
@@ -114,55 +144,14 @@ def dispatch_kernel(
     NUM_EXPERTS: fx.Constexpr[int],
     NUM_RANKS: fx.Constexpr[int],
 ):
+    """dispatch alone, for identity experts."""
     allocator = fx.SharedAllocator()
     lds = allocator.allocate(flags.FlagLds).peek()
-    tables = allocator.allocate(index.lds_of(NUM_EXPERTS, NUM_WAVES)).peek()
-    send(
-        control,
-        bases,
-        rank,
-        rows,
-        meta,
-        token_slots,
-        sent_counts,
-        num_groups,
-        COMPACT,
-        ROW_BYTES,
-        META_WORDS,
-        TOPK,
-        NUM_EXPERTS,
-        NUM_RANKS,
-    )
-    last = flags.arrive(lds, control, num_groups)
-    if (last == 1) & (control_int(control, Word.FAILED) == 0):
-        info = control_int(control, Word.NUM_ROWS)
-        if const_expr(COMPACT):
-            place = (fx.thread_idx.x < NUM_RANKS).select(fx.thread_idx.x, fx.Int32(0))
-            info = fx.generic_load(words(sent_counts) + place)
-        flags.post(control, bases, rank, FlagKind.PAYLOAD, info, NUM_RANKS)
-    needed = fx.Int32((1 << NUM_RANKS) - 1)
-    if const_expr(not COMPACT):
-        # Ranks without rows cannot hold up the others' matrix products.
-        needed = control_int(control, Word.SOURCES)
-    came = flags.wait(lds, control, bases, heap, rank, FlagKind.PAYLOAD, needed, NUM_RANKS)
-    if came == 1:
-        ends, first_rows = [], []
-        total = fx.Int32(0)
-        for src in range_constexpr(NUM_RANKS):
-            announced = flags.rows_announced(uniform(fx.generic_load(lds.infos.ptr + src)))
-            first = total
-            if const_expr(not COMPACT):
-                first = src * control_int(control, Word.CAPACITY)
-                announced = (((needed >> src) & 1) == 1).select(announced, fx.Int32(0))
-            first_rows.append(first)
-            total = total + announced
-            ends.append(total)
-        beside = heap + control_word(control, Word.META_OFFSET)
-        for expert in range(fx.block_idx.x, fx.Int32(NUM_EXPERTS), num_groups):
-            index.index_expert(
-                tables, beside, experts, row_table, fx.Int32(expert), rank * NUM_EXPERTS, ends, first_rows, tile_shift,
-                NUM_EXPERTS, TOPK, META_WORDS, THREADS,
-            )  # fmt: skip
+    tables = allocator.allocate(index.lds_of(NUM_EXPERTS, ALONE // WAVE)).peek()
+    exchange(
+        lds, tables, control, bases, heap, rows, meta, token_slots, sent_counts, experts, row_table, rank, tile_shift,
+        num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, ALONE,
+    )  # fmt: skip
 
 
 @flyc.jit
@@ -177,4 +166,4 @@ def compile_kernel(
     z, one = fx.Int64(0), fx.Int32(1)
     dispatch_kernel(
         z, z, z, z, z, z, z, z, z, one, one, one, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS
-    ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
+    ).launch(grid=(1, 1, 1), block=(ALONE, 1, 1))

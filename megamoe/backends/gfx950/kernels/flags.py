@@ -59,6 +59,23 @@ def arrive(lds, control, num_groups):
 
 
 @flyc.jit
+def meet(control, num_groups):
+    """Every workgroup of the grid, which must be co-resident, waits here for all others and sees what they wrote."""
+    rocdl.s_waitcnt(0)
+    gpu.barrier()
+    if fx.thread_idx.x == 0:
+        fx.memory_fence(ordering=_ORDER.Release, syncscope=_AGENT)
+        counter = words(control) + 2 * int(Word.MET)
+        fx.atomic_add(counter, fx.Int32(1), syncscope=_AGENT, ordering=_ORDER.AcqRel)
+        seen = fx.generic_load(counter, memory_order=_ORDER.Monotonic, syncscope=_AGENT, volatile=True)
+        while seen != num_groups:
+            rocdl.s_sleep(1)
+            seen = fx.generic_load(counter, memory_order=_ORDER.Monotonic, syncscope=_AGENT, volatile=True)
+        fx.memory_fence(ordering=_ORDER.Acquire, syncscope=_AGENT)
+    gpu.barrier()
+
+
+@flyc.jit
 def post(control, bases, rank, kind, info, NUM_RANKS):
     """Set this rank's flag of a kind at every rank; threads below NUM_RANKS each at one. info: Int32 of this thread."""
     if fx.thread_idx.x < NUM_RANKS:
@@ -158,5 +175,5 @@ def has_bit(info, bit):
 
 
 __all__ = [
-    "FlagLds", "arrive", "flag_word", "has_bit", "peer_heap", "post", "rows_announced", "wait",
+    "FlagLds", "arrive", "flag_word", "has_bit", "meet", "peer_heap", "post", "rows_announced", "wait",
 ]  # fmt: skip

@@ -54,28 +54,15 @@ def swiglu(gate, up, limit):
     return gate * fx.Float32(rocdl.rcp(T.f32, fx.Float32(1.0) + exponential)) * up
 
 
-@flyc.kernel
-def gemm1_kernel(
-    control: fx.Int64,
-    heap: fx.Int64,
-    experts: fx.Int64,
-    row_table: fx.Int64,
-    weights: fx.Int64,
-    weight_scales: fx.Int64,
-    inner: fx.Int64,
-    num_groups: fx.Int32,
-    BLOCK_M: fx.Constexpr[int],
-    HIDDEN: fx.Constexpr[int],
-    INTERMEDIATE: fx.Constexpr[int],
-    NUM_EXPERTS: fx.Constexpr[int],
-    ROW_BYTES: fx.Constexpr[int],
-    INNER_BYTES: fx.Constexpr[int],
-    LIMIT_MILLI: fx.Constexpr[int],
-):
+@flyc.jit
+def multiply_units(
+    lds, control, heap, experts, row_table, weights, weight_scales, inner, num_groups, proceed,
+    BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
+):  # fmt: skip
+    """This workgroup's units, one in num_groups; none unless proceed is 1."""
     thread = fx.thread_idx.x
     lane = thread % WAVE
     wave = uniform(thread // WAVE)
-    lds = fx.SharedAllocator().allocate(lds_of(BLOCK_M)).peek()
     num_waves = tile.waves_along_n(BLOCK_M)
     wave_rows = BLOCK_M // tile.waves_along_m(BLOCK_M)
     num_blocks = (HIDDEN + 127) // 128
@@ -83,9 +70,8 @@ def gemm1_kernel(
     num_columns = INTERMEDIATE // 32
     num_n = (num_columns + num_waves - 1) // num_waves
     shift = BLOCK_M.bit_length() - 1
-    failed = control_int(control, Word.FAILED)
     num_units = tile.num_m_tiles(experts, NUM_EXPERTS, shift) * num_n
-    num_units = (failed == 0).select(num_units, fx.Int32(0))
+    num_units = (proceed == 1).select(num_units, fx.Int32(0))
     rows = heap + control_word(control, Word.ROWS_OFFSET)
     for unit in range(fx.block_idx.x, num_units, num_groups):
         unit = fx.Int32(unit)
@@ -136,6 +122,33 @@ def gemm1_kernel(
                     fx.generic_store(
                         pointer(out + long(INTERMEDIATE + sf_offset(column)), fx.Uint8, 1), fx.Uint8(byte)
                     )
+
+
+@flyc.kernel
+def gemm1_kernel(
+    control: fx.Int64,
+    heap: fx.Int64,
+    experts: fx.Int64,
+    row_table: fx.Int64,
+    weights: fx.Int64,
+    weight_scales: fx.Int64,
+    inner: fx.Int64,
+    num_groups: fx.Int32,
+    BLOCK_M: fx.Constexpr[int],
+    HIDDEN: fx.Constexpr[int],
+    INTERMEDIATE: fx.Constexpr[int],
+    NUM_EXPERTS: fx.Constexpr[int],
+    ROW_BYTES: fx.Constexpr[int],
+    INNER_BYTES: fx.Constexpr[int],
+    LIMIT_MILLI: fx.Constexpr[int],
+):
+    """GEMM1 alone, on rows that are there: what a binding is checked with."""
+    lds = fx.SharedAllocator().allocate(lds_of(BLOCK_M)).peek()
+    proceed = (control_int(control, Word.FAILED) == 0).select(fx.Int32(1), fx.Int32(0))
+    multiply_units(
+        lds, control, heap, experts, row_table, weights, weight_scales, inner, num_groups, proceed,
+        BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
+    )  # fmt: skip
 
 
 @flyc.jit

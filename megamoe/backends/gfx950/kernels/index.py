@@ -36,15 +36,15 @@ def lds_of(num_experts, num_waves):
     return Lds
 
 
-def locate(i, ends, first_rows):
-    """Received row i, in order of source: (its source rank, its payload row). ends: running sums of rows a source."""
-    src = fx.Int32(0)
-    payload_row = i + first_rows[0]
+def locate(i, ends, capacity):
+    """Received row i, in order of source: (its source rank, its payload row). ends: running sums of rows a source;
+    capacity: slots of a source, None where rows lie densely."""
+    src, start = fx.Int32(0), fx.Int32(0)
     for rank in range(1, len(ends)):
         beyond = i >= ends[rank - 1]
         src = beyond.select(fx.Int32(rank), src)
-        payload_row = beyond.select(i - ends[rank - 1] + first_rows[rank], payload_row)
-    return src, payload_row
+        start = beyond.select(ends[rank - 1], start)
+    return src, i if capacity is None else src * capacity + i - start
 
 
 @flyc.jit
@@ -56,7 +56,7 @@ def index_expert(
     expert,
     first_id,
     ends,
-    first_rows,
+    capacity,
     tile_shift,
     NUM_EXPERTS,
     TOPK,
@@ -73,7 +73,7 @@ def index_expert(
         fx.generic_store(lds.sums.ptr + thread, fx.Int32(0))
     gpu.barrier()
     for i in range(thread, total, fx.Int32(THREADS)):
-        _, payload_row = locate(fx.Int32(i), ends, first_rows)
+        _, payload_row = locate(fx.Int32(i), ends, capacity)
         ids = words(meta + long(payload_row) * (META_WORDS * 4)) + 1
         for k in range_constexpr(TOPK):
             local = fx.generic_load(ids + k) - first_id
@@ -94,13 +94,13 @@ def index_expert(
         )
     if count > 0:
         _write_rows(
-            lds, meta, row_table, expert + first_id, row_base, ends, first_rows, TOPK, META_WORDS, THREADS
+            lds, meta, row_table, expert + first_id, row_base, ends, capacity, TOPK, META_WORDS, THREADS
         )
     gpu.barrier()
 
 
 @flyc.jit
-def _write_rows(lds, meta, row_table, expert_id, row_base, ends, first_rows, TOPK, META_WORDS, THREADS):
+def _write_rows(lds, meta, row_table, expert_id, row_base, ends, capacity, TOPK, META_WORDS, THREADS):
     thread = fx.thread_idx.x
     wave = uniform(thread // WAVE)
     total = ends[-1]
@@ -108,7 +108,7 @@ def _write_rows(lds, meta, row_table, expert_id, row_base, ends, first_rows, TOP
     for start in range(fx.Int32(0), total, fx.Int32(THREADS)):
         i = fx.Int32(start) + thread
         inside = i < total
-        src, payload_row = locate(inside.select(i, fx.Int32(0)), ends, first_rows)
+        src, payload_row = locate(inside.select(i, fx.Int32(0)), ends, capacity)
         beside = words(meta + long(payload_row) * (META_WORDS * 4))
         token = fx.generic_load(beside)
         here = []
