@@ -246,3 +246,81 @@ def test_values_of_six_bit_codes(group: DeviceGroup, name: str, target: str) -> 
     np.testing.assert_array_equal(
         np.ascontiguousarray(got.T).view(SOURCES[target][0]).astype(np.float64), want.astype(np.float64)
     )
+
+
+def small_codes(x: np.ndarray, name: str) -> np.ndarray:
+    """Codes of finite values, rounded to nearest even; four-bit ones saturate."""
+    dtype, bits = FORMATS[name][:2]
+    limit = float(largest(name))
+    return np.clip(x.astype(np.float64), -limit, limit).astype(dtype).view(np.uint8).astype(np.uint32) & (
+        (1 << bits) - 1
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", ["fp8", "bf8", "fp4"])
+def test_scaled_pairs(group: DeviceGroup, name: str, source: str) -> None:
+    limit = float(largest(name))
+    x, y = (rng.uniform(-limit, limit, 64).astype(SOURCES[source][0]) for _ in range(2))
+    x[:2] = [0.0, -0.0]
+    factor = np.full(64, 2.0, np.float32)
+    inputs = [words(x), words(y)] if source == "f32" else [words(x) | words(y) << 16]
+    operands = "v10, v11, v12" if source == "f32" else "v10, v11"
+    bits = FORMATS[name][1]
+    select = ",".join("0" for _ in range(len(operands.split(","))))
+    select = f" op_sel:[{select},1]" if bits == 8 else " op_sel:[0,0,1,0]"
+    got = run_op(
+        group,
+        f"v_mov_b32_e32 v40, -1\nv_cvt_scalef32_pk_{name}_{source} v40, {operands}{select}",
+        [*inputs, words(factor)],
+        1,
+    )[0]
+    pair = small_codes(x.astype(np.float64) / 2, name) | small_codes(y.astype(np.float64) / 2, name) << bits
+    at, mask = (16, 0xFFFF) if bits == 8 else (8, 0xFF)
+    np.testing.assert_array_equal(got, pair << at | np.uint32(0xFFFFFFFF & ~(mask << at)))
+
+
+@pytest.mark.parametrize("target", SOURCES)
+@pytest.mark.parametrize("name", ["fp8", "bf8", "fp4"])
+def test_values_of_scaled_pairs(group: DeviceGroup, name: str, target: str) -> None:
+    dtype, bits = FORMATS[name][:2]
+    codes = rng.integers(0, 1 << bits, (64, 32 // bits), dtype=np.uint8)
+    codes[(codes & 0x7C) == 0x7C] = 1  # finite ones
+    stream = np.packbits(
+        np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little").reshape(64, 32),
+        axis=1,
+        bitorder="little",
+    )
+    factor = np.full(64, 0.5, np.float32)
+    first = 2 if bits == 8 else 4
+    select = " op_sel:[1,0]" if bits == 8 else " op_sel:[0,1]"
+    if target != "f32" or bits == 4:
+        select = select.replace("]", ",0]")
+    wide = target == "f32"
+    body = f"v_cvt_scalef32_pk_{target}_{name} {'v[40:41]' if wide else 'v40'}, v10, v11{select}"
+    got = run_op(group, body, [stream.view(np.uint32)[:, 0].copy(), words(factor)], 2)
+    want = codes[:, first : first + 2].view(dtype).astype(np.float64) * 0.5
+    have = (
+        np.ascontiguousarray(got.T).view(np.float32)
+        if wide
+        else np.ascontiguousarray(got[0]).view(SOURCES[target][0]).reshape(64, 2)
+    )
+    np.testing.assert_array_equal(have.astype(np.float64), want.astype(SOURCES[target][0]).astype(np.float64))
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf8"])
+def test_single_values_of_eight_bits(group: DeviceGroup, name: str) -> None:
+    codes = rng.integers(0, 0x70, (64, 4), dtype=np.uint8)
+    packed, factor = codes.view(np.uint32)[:, 0].copy(), np.full(64, 8.0, np.float32)
+    body = f"""v_cvt_scalef32_f32_{name} v40, v10, v11 op_sel:[1,1]
+v_mov_b32_e32 v41, -1
+v_cvt_scalef32_f16_{name} v41, v10, v11 op_sel:[0,1,1]
+v_cvt_f32_{name}_sdwa v42, v10 src0_sel:BYTE_1
+v_cvt_pk_f32_{name}_sdwa v[44:45], v10 src0_sel:WORD_1"""
+    got = run_op(group, body, [packed, words(factor)], 6)
+    plain = codes.view(FORMATS[name][0]).astype(np.float32)
+    np.testing.assert_array_equal(got[0].view(np.float32), plain[:, 3] * 8)
+    half = (plain[:, 2] * 8).astype(np.float16).view(np.uint16).astype(np.uint32)
+    np.testing.assert_array_equal(got[1], half << 16 | 0xFFFF)
+    np.testing.assert_array_equal(got[2].view(np.float32), plain[:, 1])
+    np.testing.assert_array_equal(got[4:6].view(np.float32), plain[:, 2:4].T)

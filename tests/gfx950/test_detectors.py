@@ -197,21 +197,46 @@ def test_device_scope_is_too_narrow_between_ranks() -> None:
     assert any("global-memory race" in text for text in reports)
 
 
-def test_flag_without_cache_bits_is_reported() -> None:
-    kernel = kernel_of(
-        without([line.replace("s[6:7] sc0 sc1", "s[6:7]") for line in PRODUCER], ""),
-        num_args=3,
-        name="producer",
+# Each line changes the cache bits of one instruction: text before and after, and whether agent scope is enough then.
+CACHE_BITS = {
+    "flag store without": ("global_store_dword v3, v4, s[6:7] sc0 sc1", "global_store_dword v3, v4, s[6:7]", False),
+    "flag store of the workgroup": ("global_store_dword v3, v4, s[6:7] sc0 sc1", "global_store_dword v3, v4, s[6:7] sc0", False),
+    "flag store of the agent": ("global_store_dword v3, v4, s[6:7] sc0 sc1", "global_store_dword v3, v4, s[6:7] sc1", True),
+    "flag load without": ("global_load_dword v5, v3, s[6:7] sc0 sc1", "global_load_dword v5, v3, s[6:7]", False),
+    "flag load of the workgroup": ("global_load_dword v5, v3, s[6:7] sc0 sc1", "global_load_dword v5, v3, s[6:7] sc0", False),
+    "flag load of the agent": ("global_load_dword v5, v3, s[6:7] sc0 sc1", "global_load_dword v5, v3, s[6:7] sc1", True),
+    "write-back without": ("buffer_wbl2 sc0 sc1", "buffer_wbl2", False),
+    "write-back of the agent": ("buffer_wbl2 sc0 sc1", "buffer_wbl2 sc1", True),
+    "invalidation without": ("buffer_inv sc0 sc1", "buffer_inv", False),
+    "invalidation of the agent": ("buffer_inv sc0 sc1", "buffer_inv sc1", True),
+}  # fmt: skip
+
+
+def _with_bits(name: str, *, same_rank: bool, seed: int) -> list[str]:
+    before, after, _ = CACHE_BITS[name]
+    texts = [without(lines, "") for lines in (PRODUCER, CONSUMER)]
+    assert sum(before in text for text in texts) == 1
+    producer, consumer = (
+        kernel_of(text.replace(before, after), num_args=3, name=kernel)
+        for text, kernel in zip(texts, ("producer", "consumer"), strict=True)
     )
-    consumer = kernel_of(without(CONSUMER, ""), num_args=3, name="consumer")
-    with DeviceGroup(DeviceConfig.checked(num_ranks=2, seed=1)) as group:
+    with DeviceGroup(DeviceConfig.checked(num_ranks=2, seed=seed)) as group:
         heap, out = group.symmetric_heap(1024), group.devices[1].allocate(512)
-        for rank, one in ((1, consumer), (0, kernel)):
-            group.devices[rank].default_stream.launch(
-                one, (1,), (128,), [heap[1].address, heap[1].address + 512, out.address]
-            )
+        for rank, kernel in ((1, consumer), (1 if same_rank else 0, producer)):
+            args = [heap[1].address, heap[1].address + 512, out.address]
+            group.devices[rank].stream().launch(kernel, (1,), (128,), args)
         group.synchronize()
-        assert any("global-memory race" in r.text for r in group.reports())
+        return [r.text for r in group.reports()]
+
+
+@pytest.mark.parametrize("name", CACHE_BITS)
+@pytest.mark.parametrize("same_rank", [False, True])
+def test_missing_or_too_narrow_cache_bits_are_reported(name: str, same_rank: bool) -> None:
+    enough = same_rank and CACHE_BITS[name][2]
+    for seed in (1, 2, 3):
+        reports = _with_bits(name, same_rank=same_rank, seed=seed)
+        assert bool(reports) != enough, reports
+        assert all("global-memory race: " in text for text in reports)
 
 
 def test_a_missing_peer_is_a_deadlock_that_names_the_poll() -> None:

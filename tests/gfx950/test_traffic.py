@@ -40,7 +40,7 @@ def test_loads_and_stores_of_every_width() -> None:
     for name, width in widths.items():
         register = f"v[8:{7 + width // 4}]" if width > 4 else "v8"
         body = f"global_load_{name} {register}, v1, s[4:5]\ns_waitcnt vmcnt(0)\n"
-        body += f"global_store_{name.lstrip('u')} {register}, v1, s[6:7]"
+        body += f"global_store_{name.lstrip('u')} v1, {register}, s[6:7]"
         assert cells(run(body)) == {(0, 3, width): 64 * width, (1, 5, width): 64 * width}
 
 
