@@ -134,7 +134,8 @@ class LocalLauncher:
     @staticmethod
     def _tell(child: subprocess.Popen[str], line: str) -> None:
         assert child.stdin is not None
-        with contextlib.suppress(OSError):  # a dead child is found by its exit
+        # A dead child is found by its exit; another thread may be stopping it, and has closed the pipe.
+        with contextlib.suppress(OSError, ValueError):
             child.stdin.write(line + "\n")
             child.stdin.flush()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, UnavailableError
 from service.config import load_config
 from service.launcher import RankSpec, RankUp, cpus_per_rank, rank_environment, refuse_many_hosts
+from service.launcher_local import LocalLauncher
 
 
 def test_ranks_on_different_hosts_are_refused_with_the_reason() -> None:
@@ -50,3 +53,23 @@ def test_a_rank_is_told_everything_by_value() -> None:
     assert env["MALLOC_MMAP_THRESHOLD_"] == "1073741824"
     assert env["PYTHONPATH"].endswith(":/elsewhere")
     assert not [name for name in env if name.startswith("MEGAMOE_")]
+
+
+def test_a_stop_before_a_rank_was_told_what_to_do_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launching thread may write to a rank whose pipe the stopping thread has closed just now."""
+    launcher, started, tell = LocalLauncher(), [], LocalLauncher._tell
+
+    def stop_first(child: subprocess.Popen[str], line: str) -> None:
+        if child not in started:
+            started.append(child)
+            launcher.stop(timeout_s=0.0)
+        tell(child, line)
+
+    monkeypatch.setattr(LocalLauncher, "_tell", staticmethod(stop_first))
+    config = load_config(env=False)
+    specs = [
+        RankSpec(config=config, rank=rank, generation=1, group_name="megamoe-none-1") for rank in range(2)
+    ]
+    with pytest.raises(UnavailableError, match="stops while its ranks are being started"):
+        launcher.launch(specs, timeout_s=20.0)
+    assert [child.poll() is None for child in started] == [False]
