@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from loadgen import cli_traces
+from loadgen import cli_report, cli_traces
 from loadgen.attention_time import Stragglers
 from loadgen.cli_engine import engine
 from loadgen.cli_exit import EXIT_CANCELLED, EXIT_FAILED, EXIT_REFUSED, exit_status
@@ -46,6 +46,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 app.command()(cli_traces.synth)
 app.command()(cli_traces.stats)
 app.command()(engine)
+app.command()(cli_report.compare)
+app.command()(cli_report.page)
 
 
 @dataclass(frozen=True, kw_only=True)

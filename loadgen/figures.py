@@ -64,23 +64,58 @@ def successful(record: RunRecord) -> list[RequestRecord]:
     ]
 
 
+def histogram_of(values: Values, bounds: Values = (), num_bins: int = 48) -> dict[str, list[float]]:
+    """Counts of the positive values between `bounds`, which are one more than counts.
+
+    bounds: given, ascending and around all values, or else num_bins evenly spaced in their logarithm. Both lists are
+    empty when there is nothing to count.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    array = array[array > 0]
+    if array.size == 0:
+        return {"bounds": [], "counts": []}
+    edges = np.asarray(bounds, dtype=np.float64)
+    if edges.size == 0:
+        low, high = float(array.min()), float(array.max())
+        edges = np.geomspace(low * (1 - 1e-9), high * (1 + 1e-9), num_bins + 1)
+    counts, _ = np.histogram(array, edges)
+    return {"bounds": edges.tolist(), "counts": counts.tolist()}
+
+
+def distributions(requests: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> dict[str, Any]:
+    """Histograms of what the report gives percentiles of: latencies in seconds, and the largest rank's rows by step."""
+    rows = [step.max_rows for step in steps]
+    # Whole numbers of rows: no bin is narrower than one row, and none is empty for that alone.
+    bounds = np.unique(np.floor(np.geomspace(1, max(rows, default=1) + 1, 65))) - 0.5
+    bounds[-1:] = max(rows, default=1) + 0.5
+    return {
+        "ttft": histogram_of([request.ttft_s for request in requests]),
+        "itl": histogram_of([itl_of(request) for request in requests if request.num_output >= 2]),
+        "step_interval": histogram_of(_step_intervals(requests)),
+        "e2el": histogram_of([request.e2el_s for request in requests]),
+        "max_rows": histogram_of(rows, bounds),
+        "decode_max_rows": histogram_of([step.max_rows for step in steps if step.phase == "decode"], bounds),
+    }
+
+
+def _step_intervals(requests: Sequence[RequestRecord]) -> Values:
+    """Times between two emissions of a request, of all requests."""
+    gaps = [np.diff(np.asarray(request.emissions)) for request in requests]
+    return np.concatenate(gaps) if gaps else []
+
+
 def latency_figures(requests: Sequence[RequestRecord]) -> dict[str, Stats]:
     """ttft, e2el, itl, tpot, step_interval in seconds; intvty and e2e_norm_intvty in tokens/s/user."""
     e2el = [request.e2el_s for request in requests]
     itl = [itl_of(request) for request in requests if request.num_output >= 2]
     norm = [request.e2el_s / request.num_output for request in requests]
-    intervals = [
-        after - before
-        for request in requests
-        for before, after in zip(request.emissions, request.emissions[1:])
-    ]
     itl_stats, norm_stats = stats_of(itl, "s"), stats_of(norm, "s")
     return {
         "ttft": stats_of([request.ttft_s for request in requests], "s"),
         "e2el": stats_of(e2el, "s"),
         "itl": itl_stats,
         "tpot": dict(itl_stats),
-        "step_interval": stats_of(intervals, "s"),
+        "step_interval": stats_of(_step_intervals(requests), "s"),
         "intvty": inverse_stats(itl_stats, [1 / value for value in itl if value > 0], "tok/s/user"),
         "e2e_norm_intvty": inverse_stats(
             norm_stats, [1 / value for value in norm if value > 0], "tok/s/user"

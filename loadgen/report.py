@@ -24,6 +24,7 @@ from loadgen.figures import (
     acceptance_figures,
     accounting,
     cache_figures,
+    distributions,
     itl_of,
     latency_figures,
     percentiles_of,
@@ -95,6 +96,7 @@ def build_report(
         **row_figures(profile_steps),
         **acceptance_figures(requests),
         **cache_figures(requests),
+        "distributions": distributions(requests, profile_steps),
         "profile": {
             "duration_s": max(record.profile_end_s - record.profile_start_s, 0.0),
             "steps": len(profile_steps),
@@ -285,7 +287,7 @@ def slice_rows(record: RunRecord, slice_s: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"start_s": idx * slice_s, "steps": 0, "prefill_steps": 0, "decode_steps": 0}
         | dict.fromkeys(PATHS, 0)
-        | {"max_rows": 0, "output_tokens": 0, "completed": 0, "failed": 0}
+        | {"max_rows": 0, "decode_max_rows": 0, "output_tokens": 0, "completed": 0, "failed": 0}
         for idx in range(max(1, math.ceil(span / slice_s)))
     ]
 
@@ -301,6 +303,8 @@ def slice_rows(record: RunRecord, slice_s: float) -> list[dict[str, Any]]:
         for path in step.paths:
             row[path] += 1
         row["max_rows"] = max(row["max_rows"], step.max_rows)
+        if step.phase == "decode":
+            row["decode_max_rows"] = max(row["decode_max_rows"], step.max_rows)
         row["output_tokens"] += step.num_tokens
     for request in record.requests:
         if request.phase is RunPhase.PROFILE and request.status in (Status.COMPLETED, Status.FAILED):

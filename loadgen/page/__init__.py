@@ -1,0 +1,1 @@
+"""One self-contained HTML page from one report or several: no script, no network, light and dark."""
