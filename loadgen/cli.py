@@ -31,6 +31,8 @@ from loadgen.display import final_tables, watch
 from loadgen.live import LiveTier
 from loadgen.moe_source import SimulatedMoe, open_moe
 from loadgen.moe_table import TableTier
+from loadgen.page.page import write_page
+from loadgen.page.run import read_run
 from loadgen.profiles import RunProfile, run_profile
 from loadgen.replay import Replay
 from loadgen.report import build_report, write_report
@@ -280,6 +282,9 @@ def run_all(options: Options, sweep: tuple[int, ...], console: Console) -> int:
         statuses.append(asyncio.run(run(one, console)))
         if statuses[-1] == EXIT_CANCELLED:
             break
+    runs = [read_run(options.out / f"c{number}") for number in sweep[: len(statuses)]]
+    page = write_page(runs, options.out / "report.html")
+    console.print(f"Page of the sweep: {page}", highlight=False, soft_wrap=True)
     return EXIT_FAILED if EXIT_FAILED in statuses else max(statuses)
 
 
@@ -333,8 +338,11 @@ async def run(options: Options, console: Console) -> int:
             attention=options.workload.attention,
         )
         path = write_report(options.out, report, replay.record, config.slice_s)
+        write_page([read_run(path)], path.with_name("report.html"))
         console.print(final_tables(report))
-        console.print(f"Report: {path}", highlight=False, soft_wrap=True)
+        console.print(
+            f"Report: {path}, page: {path.with_name('report.html')}", highlight=False, soft_wrap=True
+        )
         if crash is not None:
             raise crash
     return exit_status(report)

@@ -25,12 +25,14 @@ from loadgen.engine.core import Engine
 from loadgen.engine.http import ChatServer
 from loadgen.engine.tokens import write_tokenizer
 from loadgen.live import LiveTier
+from loadgen.page.page import write_page
+from loadgen.page.run import ENGINE, read_run
 from loadgen.profiles import run_profile
 from loadgen.report import build_report, write_report
+from loadgen.routing_model import ROUTINGS
 from loadgen.scenario import ScenarioConfig
 from loadgen.service_count import ServiceCount
 from loadgen.speculation import Speculation
-from megamoe import DISTRIBUTIONS
 from megamoe.errors import ConfigError, MegaMoeError, must_be
 
 NOT_A_SCENARIO = "requests came from outside, over HTTP"
@@ -80,7 +82,7 @@ def engine(
     time_scale: Annotated[
         float | None, typer.Option(help="wall seconds per modelled second of attention [full: 1]")
     ] = None,
-    routing: Annotated[str, typer.Option(help=f"expert ids: {', '.join(DISTRIBUTIONS)}")] = "uniform",
+    routing: Annotated[str, typer.Option(help=f"expert ids: {', '.join(ROUTINGS)}")] = "uniform",
     holder: Annotated[str, typer.Option(help="name under which the service is leased")] = "loadgen-engine",
     wait_ready: Annotated[float, typer.Option(help="seconds to wait until the service is ready")] = 60.0,
     write_tokenizer_to: Annotated[
@@ -113,8 +115,8 @@ def engine(
         },
     )
     try:
-        if routing not in DISTRIBUTIONS:
-            raise ConfigError(must_be("routing", f"one of {', '.join(DISTRIBUTIONS)}", repr(routing)))
+        if routing not in ROUTINGS:
+            raise ConfigError(must_be("routing", f"one of {', '.join(ROUTINGS)}", repr(routing)))
         options.resolve("")  # what is wrong whatever the service says is refused before anything is leased
         report = asyncio.run(serve(options, console))
     except (MegaMoeError, OSError) as error:
@@ -157,12 +159,13 @@ async def serve(options: EngineOptions, console: Console) -> dict[str, Any]:
             traces=NOT_A_SCENARIO,
             distribution=options.routing,
             not_counted=not_counted,
-            scenario="engine",
+            scenario=ENGINE,
             invalid_reasons=[NOT_A_SCENARIO],
         )
         path = write_report(options.out, report, engine.record, config.slice_s)
+    write_page([read_run(path)], path.with_name("report.html"))
     console.print(final_tables(report))
-    console.print(f"Report: {path}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {path}, page: {path.with_name('report.html')}", highlight=False, soft_wrap=True)
     return report
 
 

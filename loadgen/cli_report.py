@@ -15,6 +15,7 @@ from rich.text import Text
 
 from loadgen.cli_exit import EXIT_REFUSED
 from loadgen.compare import REPLICATE_NOISE, Comparison, compare_runs, read_side
+from loadgen.page.page import write_page
 from megamoe.errors import ConfigError
 
 _STYLES = {"better": "green", "worse": "red", "no difference shown": ""}
@@ -48,8 +49,6 @@ def page(
     out: Annotated[Path, typer.Option(help="the page")] = Path("out/report.html"),
 ) -> None:
     """Write one self-contained HTML page of one run or several."""
-    from loadgen.page.page import write_page  # drawing takes a second to load
-
     console = Console()
     try:
         runs = [run for path in reports for run in read_side(path)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,10 +35,15 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class DebianTool:
-    """One tool: its packages (with libraries that a bare system lacks) and its programs (path in the tree)."""
+    """One tool: its packages and its programs (path in the tree).
+
+    closure: with all packages that apt would install for them here; the programs are then scripts under `run/`, which
+    start the real ones with the unpacked libraries and fonts.
+    """
 
     packages: tuple[str, ...]
     programs: tuple[str, ...]
+    closure: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,6 +54,12 @@ class DebianTool:
 KNOWN = {
     # Go programs: they need libc alone, and their web pages' packages are not needed to scrape and query.
     "prometheus": DebianTool(("prometheus",), ("usr/bin/prometheus", "usr/bin/promtool")),
+    # A browser without windows, and letters for it.
+    "chromium": DebianTool(
+        ("chromium-headless-shell", "fonts-dejavu-core"),
+        ("usr/lib/chromium/chromium-headless-shell",),
+        closure=True,
+    ),
 }
 
 
@@ -63,6 +75,8 @@ def provide(tool_name: str, tools: Path = TOOLS) -> dict[str, Path]:
     with lock(tools):
         if not _is_complete(folder, tool):
             _unpack(tool, folder, tools)
+    if tool.closure:
+        return {name: folder / "run" / name for name in tool.names}
     return {name: folder / program for name, program in zip(tool.names, tool.programs, strict=True)}
 
 
@@ -95,29 +109,56 @@ def _unpack(tool: DebianTool, folder: Path, tools: Path) -> None:
     with tempfile.TemporaryDirectory(dir=tools) as temp:
         debs, tree = Path(temp) / "debs", Path(temp) / "tree"
         debs.mkdir()
-        _download(tool.packages, debs, tools)
+        _download(tool, debs, tools)
         for deb in sorted(debs.glob("*.deb")):
             run(["dpkg-deb", "-x", str(deb), str(tree)])
         for program in tool.programs:
-            _probe(tree / program)
+            _probe(_script(tree, tree / program) if tool.closure else tree / program)
         (tree / ".stamp").write_text(_stamp_text(tool))
         if folder.exists():
             shutil.rmtree(folder)
         tree.rename(folder)
 
 
-def _download(packages: Sequence[str], into: Path, tools: Path) -> None:
+def _download(tool: DebianTool, into: Path, tools: Path) -> None:
     """Download the packages; when apt knows nothing of them, fetch package lists of our own first."""
     as_root = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
     try:
-        run(["apt-get", *as_root, "download", *packages], cwd=into)
+        _fetch(tool, into, as_root)
     except ToolError:
         state = tools / "apt"
         for sub in ("lists/partial", "cache/archives/partial"):
             (state / sub).mkdir(parents=True, exist_ok=True)
         own = ["-o", f"Dir::State::lists={state / 'lists'}", "-o", f"Dir::Cache={state / 'cache'}"]
         run(["apt-get", *as_root, *own, "update"])
-        run(["apt-get", *as_root, *own, "download", *packages], cwd=into)
+        _fetch(tool, into, [*as_root, *own])
+
+
+def _fetch(tool: DebianTool, into: Path, options: Sequence[str]) -> None:
+    packages = list(tool.packages)
+    if tool.closure:
+        plan = run(
+            ["apt-get", *options, "-s", "install", "--reinstall", "--no-install-recommends", *packages]
+        )
+        packages = re.findall(r"^Inst (\S+)", plan, re.MULTILINE)
+    run(["apt-get", *options, "download", *packages], cwd=into)
+
+
+def _script(tree: Path, program: Path) -> Path:
+    """A script that runs `program` with the libraries and fonts of its tree; the tree may be moved."""
+    folders = sorted({str(lib.parent.relative_to(tree)) for lib in tree.glob("usr/lib/*-linux-*/**/*.so*")})
+    script = tree / "run" / program.name
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(
+        "#!/bin/sh\n"
+        'tree=$(dirname "$(dirname "$(readlink -f "$0")")")\n'
+        f'export LD_LIBRARY_PATH="{":".join(f"$tree/{folder}" for folder in folders)}"\n'
+        'export XDG_DATA_HOME="$tree/usr/share"\n'
+        '[ -e /etc/fonts/fonts.conf ] || export FONTCONFIG_PATH="$tree/etc/fonts"\n'
+        f'exec "$tree/{program.relative_to(tree)}" "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
 
 
 def _probe(program: Path) -> None:
@@ -127,8 +168,8 @@ def _probe(program: Path) -> None:
     run([str(program), "--version"], timeout_s=PROBE_TIMEOUT_S)
 
 
-def run(command: Sequence[str], cwd: Path | None = None, timeout_s: float = DOWNLOAD_TIMEOUT_S) -> None:
-    """Run a command. Raises ToolError with the command and the end of what it said."""
+def run(command: Sequence[str], cwd: Path | None = None, timeout_s: float = DOWNLOAD_TIMEOUT_S) -> str:
+    """Run a command; returns its output. Raises ToolError with the command and the end of what it said."""
     try:
         done = subprocess.run(
             command,
@@ -144,6 +185,7 @@ def run(command: Sequence[str], cwd: Path | None = None, timeout_s: float = DOWN
     if done.returncode != 0:
         words = (done.stderr.strip() or done.stdout.strip())[-800:]
         raise ToolError(f"{' '.join(command)}: exit status {done.returncode}: {words}")
+    return done.stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,10 @@ def throughput_against_interactivity(runs: Sequence[Run]) -> str:
             groups.setdefault(run.series, []).append(run)
     if not groups:
         return ""
-    with chart("Total throughput per GPU against P90 interactivity, one dot a run") as drawing:
+    top = 0.97 - 0.065 * len(groups) if len(groups) > 1 else 0.95  # a line of the legend for each
+    with chart(
+        "Total throughput per GPU against P90 interactivity, one dot a run", top=max(top, 0.5)
+    ) as drawing:
         axes = drawing.axes
         for (name, group), color in zip(groups.items(), SERIES * len(groups)):
             group.sort(key=lambda run: run.concurrency)
@@ -54,7 +57,7 @@ def latencies(run: Run, names: Sequence[tuple[str, str]], title: str) -> str:
         return ""
     with chart(title) as drawing:
         axes = drawing.axes
-        for (name, label, histogram), color in zip(found, SERIES):
+        for idx, ((name, label, histogram), color) in enumerate(zip(found, SERIES)):
             bounds = np.asarray(histogram["bounds"]) * 1e3
             shares = np.asarray(histogram["counts"]) / sum(histogram["counts"]) * 100
             axes.stairs(shares, bounds, fill=True, color=color, alpha=0.25)
@@ -62,9 +65,15 @@ def latencies(run: Run, names: Sequence[tuple[str, str]], title: str) -> str:
             p90 = run.report[name]["p90"] * 1e3
             axes.axvline(p90, color=color, linewidth=1.2, linestyle=(0, (3, 2)))
             axes.annotate(
-                f"P90 {p90:,.0f}" if p90 >= 10 else f"P90 {p90:.1f}", (p90, 1.0), (3, -2), color=INK, fontsize=8,
-                xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-            )  # fmt: skip
+                f"P90 {p90:,.0f}" if p90 >= 10 else f"P90 {p90:.1f}",
+                (p90, 1.0),
+                (3, -2 - 11 * idx),  # one below the other: they may lie close together
+                color=INK,
+                fontsize=8,
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                va="top",
+            )
         _log_axis(axes)
         axes.set_xlabel("ms")
         axes.set_ylabel("% of values")
@@ -156,7 +165,7 @@ def stages(run: Run) -> str:
     if not found:
         return ""
     names = [stage for stage in STAGES if any(times.get(stage) for times in found.values())]
-    with chart("Median time of every stage of a sub-step, by path") as drawing:
+    with chart("Median time of every stage of a sub-step, by path", left=0.2, top=0.84) as drawing:
         axes = drawing.axes
         left = np.zeros(len(found))
         for stage, color in zip(names, SERIES):

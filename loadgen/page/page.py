@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -121,7 +120,6 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("Service", f"{service['model_name']}: {service['backend']}, {ranks}"),
         ("MoE time", moe),
         ("Attention time", report["attention_time"]),
-        ("Concurrency", f"{scenario['concurrency']} live session trees"),
         (
             "Profile",
             f"{report['profile']['duration_s']:,.0f} s, {report['profile']['steps']:,} steps; {scales}",
@@ -131,9 +129,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("Steps counted by client and service", match),
     ]
     if simulated and simulated["proxies"]:
-        facts.append(("Proxies in the table", _sentence(simulated["proxies"])))
+        proxies = [
+            ", ".join(f"{name} {value}" for name, value in proxy.items()) for proxy in simulated["proxies"]
+        ]
+        facts.append(("Entries that stand in for others", "; ".join(proxies)))
     return facts
-
-
-def _sentence(value: Any) -> str:
-    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loadgen.report import PATHS
-from loadgen.scenario import SCENARIO
+from loadgen.scenario import AGENTX
 from megamoe.errors import ConfigError, must_be
 
 Array = npt.NDArray[np.float64]
+ENGINE = "engine"
+"""Scenario of a report whose requests came from outside: nobody configured their concurrency."""
 SCHEMA_PREFIX = "megamoe.loadgen.report/"
 
 
@@ -32,6 +34,12 @@ class Run:
         return int(self.report["config"]["scenario"]["concurrency"])
 
     @property
+    def title(self) -> str:
+        """What was run, in a few words."""
+        scenario = str(self.report["scenario"])
+        return scenario if scenario == ENGINE else f"{scenario} at concurrency {self.concurrency}"
+
+    @property
     def series(self) -> str:
         """What a run has in common with runs that differ in concurrency alone."""
         report, service = self.report, self.report["service"]
@@ -42,7 +50,7 @@ class Run:
             every = set(simulated["paths"]) == set(PATHS)
             source = "simulated, " + ("all paths" if every else " + ".join(simulated["paths"]))
         parts = [source, f"{tier['speculation']['num_drafts']} drafts"]
-        if report["scenario"] != SCENARIO:
+        if report["scenario"] != AGENTX:
             parts.insert(0, report["scenario"])
         return ", ".join(parts)
 

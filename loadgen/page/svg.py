@@ -68,10 +68,11 @@ class Chart:
 
 
 @contextmanager
-def chart(label: str) -> Iterator[Chart]:
-    """Draw inside the body. label: what a screen reader says of it."""
+def chart(label: str, left: float = 0.14, top: float = 0.9) -> Iterator[Chart]:
+    """Draw inside the body. label: what a screen reader says of it. left, top: edges of the axes in the drawing."""
     with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
-        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+        figure = Figure(figsize=SIZE_INCHES)
+        figure.subplots_adjust(left=left, right=0.97, bottom=0.17, top=top)
         drawing = Chart(figure, figure.add_subplot())
         yield drawing
         out = io.StringIO()

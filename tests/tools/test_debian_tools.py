@@ -90,8 +90,31 @@ def test_a_failing_command_is_quoted(tmp_path: Path) -> None:
 
 
 def test_unknown_tool_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ToolError, match="tool must be one of prometheus, got 'vim'"):
+    with pytest.raises(ToolError, match="tool must be one of chromium, prometheus, got 'vim'"):
         provide("vim", tmp_path)
+
+
+def test_a_closure_brings_what_apt_would_install_and_a_script_that_finds_it(
+    commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretends = debian_tools.run
+
+    def run(command: list[str], cwd: Path | None = None, timeout_s: float = 0) -> str:
+        pretends(command, cwd, timeout_s)
+        if command[:2] == ["dpkg-deb", "-x"]:
+            library = Path(command[3]) / "usr/lib/arch-linux-gnu/libx.so.1"
+            library.parent.mkdir(parents=True)
+            library.write_text("")
+            (Path(command[3]) / "usr/bin/x").write_text('#!/bin/sh\necho "$1 $LD_LIBRARY_PATH"\n')
+            (Path(command[3]) / "usr/bin/x").chmod(0o755)
+        return "Inst libx1 (1.0)\nInst x (2.0)\nConf x (2.0)\n" if "-s" in command else ""
+
+    monkeypatch.setattr(debian_tools, "run", run)
+    monkeypatch.setattr(debian_tools, "KNOWN", {"x": DebianTool(("x",), ("usr/bin/x",), closure=True)})
+    script = provide("x", tmp_path)["x"]
+    assert next(command for command in commands if "download" in command)[-2:] == ["libx1", "x"]
+    said = subprocess.run([script, "hello"], capture_output=True, text=True, timeout=30, check=True).stdout
+    assert said.split() == ["hello", str(tmp_path / "x/usr/lib/arch-linux-gnu")]
 
 
 def test_the_real_prometheus_is_there_and_runs() -> None:
