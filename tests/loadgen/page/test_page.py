@@ -20,7 +20,17 @@ from tools.debian_tools import provide
 
 DESKTOP, PHONE = (1360, 900), (390, 844)
 MAX_BYTES = 2_000_000
-SIMULATED = "--moe-time mi355x-v4-pro --sweep 4,8 --duration 40 --warmup-requests 1 --plain".split()
+SIMULATED = [
+    "--moe-time",
+    "mi355x-v4-pro",
+    "--sweep",
+    "4,8",
+    "--duration",
+    "40",
+    "--warmup-requests",
+    "1",
+    "--plain",
+]
 SIMULATED += ["--unsafe-override"]  # the scenario itself takes one concurrency
 CHARTS = {
     "Between tokens",
