@@ -26,15 +26,15 @@ static int stopped(const Machine *m) { return __atomic_load_n(&m->status, __ATOM
 static void run_slice(Wave *w, u64 slice) {
   Launch *l = w->launch;
   const Inst *prog = l->prog;
-  u64 *counts = l->counts, n = 0;
+  u64 *counts = l->counts, end = w->executed + slice;
   unsigned old = denormals_set((w->mode >> 4 & 3) != 3);
   w->state = ST_RUN;
-  while (n < slice) {
+  while (w->executed < end) {
     if (w->pc >= l->num_insts) { w->pc = l->num_insts; fault(w, prog, FAULT_MEMORY, w->pc, -1, "the program ran past its last instruction"); break; }
     u64 pc = w->pc++;
     const Inst *i = &prog[pc];
     counts[pc]++;
-    n++;
+    w->executed++;
     if (w->indexed && i->is_vector) exec_indexed(w, i);
     else {
       if (w->chk) check_registers(w, i);
@@ -43,7 +43,6 @@ static void run_slice(Wave *w, u64 slice) {
     if (w->state != ST_RUN) break;
   }
   denormals_back(old);
-  w->executed += n;
 }
 static int blocked(const Worker *q, const Wave *w) { return w->state == ST_BARRIER || (w->sleeping && w->parked_change == q->view); }
 static int all_quiet(const Worker *q) {
