@@ -97,6 +97,7 @@ class Recipe:
     group_growth: float = 0.6
     group_requests: LogPieces = LogPieces(((0.5, 16), (0.9, 48), (0.99, 200), (0.9999, 789)))
     max_group_requests: int = 789
+    group_prefix: int = 6_000
     group_start_context: LogNormal = LogNormal(16_800, 0.55)
     group_compacted_context: LogNormal = LogNormal(55_000, 0.4)
     group_output: LogNormal = LogNormal(352, 1.33)

@@ -136,7 +136,11 @@ class _Session:
         outputs = self._outputs(recipe.group_output, count)
         start_context = recipe.group_start_context.draw(self.rng)
         prompts = self._prompts(
-            self._new_blocks(0), start_context, outputs, recipe.group_appended, recipe.group_compacted_context
+            self._new_blocks(_num_blocks(recipe.group_prefix)),
+            start_context,
+            outputs,
+            recipe.group_appended,
+            recipe.group_compacted_context,
         )
         gaps = recipe.group_gap_s.draws(self.rng, count)
         now, cached = start, 0
@@ -156,6 +160,7 @@ class _Session:
             tool_use_count=len(requests) - 1,
             requests=tuple(requests),
             models=(MODEL_NAME,),
+            system_tokens=recipe.group_prefix,
         )
 
     # ------------------------------------------------------------ requests

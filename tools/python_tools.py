@@ -25,6 +25,8 @@ INSTALL_TIMEOUT_S = 900
 KNOWN = {
     # A public load generator for OpenAI-compatible endpoints; `loadgen engine` is tested with it.
     "aiperf": ("aiperf",),
+    # The public harness that replays recorded AgentX sessions; its loader must read the trace files written here.
+    "agentx-harness": ("python",),
 }
 """Tool -> its programs."""
 

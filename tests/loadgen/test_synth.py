@@ -32,7 +32,7 @@ def test_a_session_depends_on_seed_and_index_only() -> None:
 
 def test_sessions_are_well_formed() -> None:
     traces = SyntheticTraces(40, seed=1)
-    prefix = round(traces.recipe.shared_prefix / 64)
+    prefix, group_prefix = (round(traces.recipe.shared_prefix / 64), round(traces.recipe.group_prefix / 64))
     num_groups = in_flight = 0
     for idx in range(len(traces)):
         trace = traces[idx]
@@ -48,8 +48,7 @@ def test_sessions_are_well_formed() -> None:
                 if previous is not None:
                     assert turn.t >= previous.end_t
                     kept = common_prefix(turn.hash_ids, previous.hash_ids)
-                    compacted = prefix if stream.stream_idx == 0 else 0
-                    assert kept in (len(previous.hash_ids), compacted)
+                    assert kept in (len(previous.hash_ids), group_prefix if stream.stream_idx else prefix)
                     assert len(turn.hash_ids) > kept
                 previous = turn
             if stream.stream_idx:
