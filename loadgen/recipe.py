@@ -84,8 +84,8 @@ class Recipe:
     pace_growth: float = 0.26
     appended: LogNormal = LogNormal(560, 1.2)
     narrow: Window = Window(LogNormal(176_000, 0.05), LogNormal(99_000, 0.2))
-    wide: Window = Window(LogNormal(815_000, 0.10), LogNormal(205_000, 0.4))
-    wide_turns: float = 226.0
+    wide: Window = Window(LogNormal(815_000, 0.10), LogNormal(211_000, 0.4))
+    wide_turns: float = 228.0
     wide_sharpness: float = 20.0
     compaction_probability: float = 0.0007
     gap_s: LogPieces = LogPieces(
@@ -99,9 +99,10 @@ class Recipe:
     max_group_requests: int = 789
     group_prefix: int = 6_000
     group_start_context: LogNormal = LogNormal(16_800, 0.55)
-    group_compacted_context: LogNormal = LogNormal(55_000, 0.4)
+    narrow_group: Window = Window(LogNormal(212_000, 0.1), LogNormal(55_000, 0.4))
+    wide_group: Window = Window(LogNormal(815_000, 0.1), LogNormal(55_000, 0.4))
     group_output: LogNormal = LogNormal(352, 1.33)
-    group_appended: LogNormal = LogNormal(1_400, 1.1)
+    group_appended: LogNormal = LogNormal(1_440, 1.1)
     group_gap_s: LogNormal = LogNormal(2.0, 1.2)
     fan_out: LogNormal = LogNormal(3, 0.6)
     max_concurrent_groups: int = 10

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.recipe import Floats, LogNormal, Recipe, SessionDraws, seeded, session_draws
+from loadgen.recipe import Floats, LogNormal, Recipe, SessionDraws, Window, seeded, session_draws
 from loadgen.trace import BLOCK_SIZE, HashIds, SubagentEntry, Trace, TraceRequest
 from megamoe.errors import ConfigError, must_be
 
@@ -63,7 +63,9 @@ class _Session:
         groups = round(growth * recipe.groups.at(quantile)) if quantile < 1 else 0
         self.num_groups = min(max(groups, 1), recipe.max_groups) if quantile < 1 else 0
         self.start_context = recipe.start_context.at(draws.start_context)
-        self.window = recipe.wide if draws.window < recipe.wide_share(self.num_turns) else recipe.narrow
+        is_wide = draws.window < recipe.wide_share(self.num_turns)
+        self.window = recipe.wide if is_wide else recipe.narrow
+        self.group_window = recipe.wide_group if is_wide else recipe.narrow_group
         self.pace = recipe.pace(self.num_turns)
         self.next_hash_id = 0
         self.group_ends: list[float] = []
@@ -72,7 +74,7 @@ class _Session:
         recipe = self.recipe
         prefix = self._new_blocks(_num_blocks(recipe.shared_prefix))
         outputs = self._outputs(recipe.output, self.num_turns)
-        prompts = self._prompts(prefix, self.start_context, outputs, recipe.appended, self.window.compacted)
+        prompts = self._prompts(prefix, self.start_context, outputs, recipe.appended, self.window)
         gaps = recipe.gap_s.draws(self.rng, self.num_turns)
         fan_outs = self._fan_outs()
         entries: list[TraceRequest | SubagentEntry] = []
@@ -140,7 +142,7 @@ class _Session:
             start_context,
             outputs,
             recipe.group_appended,
-            recipe.group_compacted_context,
+            self.group_window,
         )
         gaps = recipe.group_gap_s.draws(self.rng, count)
         now, cached = start, 0
@@ -187,20 +189,20 @@ class _Session:
         return limited
 
     def _prompts(
-        self, prefix: HashIds, start: float, outputs: Ints, appended: LogNormal, compacted: LogNormal
+        self, prefix: HashIds, start: float, outputs: Ints, appended: LogNormal, window: Window
     ) -> list[HashIds]:
         """Block identities of each prompt of a stream. A prompt extends the one before until a compaction, which
         keeps the shared prefix and starts over behind it. Prompts of one lineage are views of one array."""
         recipe, rng = self.recipe, self.rng
         fewest = len(prefix) + 1
-        most = max(_num_blocks(self.window.peak.draw(rng)), fewest)
+        most = max(_num_blocks(window.peak.draw(rng)), fewest)
         new: Floats = outputs + self.pace * appended.draws(rng, len(outputs))
         compacts = rng.random(len(outputs)) < recipe.compaction_probability
         lineages: list[list[int]] = [[min(max(_num_blocks(start), fewest), most)]]
         for idx in range(len(outputs) - 1):
             blocks = lineages[-1][-1] + _num_blocks(float(new[idx]))
             if blocks > most or compacts[idx]:
-                blocks = min(max(_num_blocks(compacted.draw(rng)), fewest), most)
+                blocks = min(max(_num_blocks(window.compacted.draw(rng)), fewest), most)
                 lineages.append([blocks])
             else:
                 lineages[-1].append(blocks)

@@ -75,14 +75,14 @@ DIALS = (
     Dial("group_output.sigma", "prefill : output", -0.5),
     Dial("appended.median", "new tokens p50", 1.2),
     Dial("appended.sigma", "new tokens mean", 0.6),
-    Dial("narrow.compacted.median", "input p50", 0.7),
-    Dial("start_context.median", "hour: input p50", 0.5),
-    Dial("wide_turns", "input p50, main", -0.5),
-    Dial("compaction_probability", "input p90, main", -1.0),
+    Dial("start_context.median", "input p50", 0.3),
+    Dial("wide_turns", "hour: input p90", 0.3),
+    Dial("wide.compacted.median", "input p50, main", 0.7),
+    Dial("wide.peak.median", "input p99", 0.5),
     Dial("groups.sigma", "requests, sub-agents", 0.5),
     Dial("group_start_context.median", "input p50, sub-agents"),
     Dial("group_appended.median", "input p90, sub-agents", 0.7),
-    Dial("pace_growth", "hour: output mean", -1.0),
+    Dial("pace_growth", "hour: output mean", -0.5),
 )
 LINEAR = ("pace_growth",)
 DAMPING = 0.5
