@@ -1,16 +1,19 @@
-"""One running service for all tests that do not break it: demo profile, local launcher, real processes and sockets."""
+"""One running service a launcher for all tests that do not break it: demo profile, real processes and sockets.
+
+Every test of this folder that takes `running_service`, `group` or `launcher` runs twice: with the launcher that
+`megamoe serve` uses by default, a real Ray cluster of its own, and with the one that needs no Ray.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Iterator
 
-import psutil
 import pytest
 import torch
 
 from service.client import AsyncMoeGroup
-from tests.e2e.harness import ServiceProcess, running
+from tests.e2e.harness import ServiceProcess, gone, running
 
 # The oracle's threads must not take the cores that eight ranks need.
 torch.set_num_threads(1)
@@ -22,17 +25,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
+@pytest.fixture(scope="session", params=["local", "ray"])
+def launcher(request: pytest.FixtureRequest) -> str:
+    """Who starts the rank processes."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
-def running_service() -> Iterator[ServiceProcess]:
-    """Ends with SIGTERM, and checks that nothing is left."""
-    with running() as service:
+def running_service(launcher: str) -> Iterator[ServiceProcess]:
+    """Ends with SIGTERM or Ctrl-C, and checks that nothing is left of the service, nor of its Ray cluster."""
+    with running(launcher=launcher) as service:
         family = service.family()
         assert len(service.rank_pids) == 8
+        assert any("raylet" in process.name() for process in family) == (launcher == "ray")
         yield service
-        assert service.stop(signal.SIGTERM) == 0
+        assert service.stop(signal.SIGINT if launcher == "ray" else signal.SIGTERM) == 0
         assert service.lines[-1] == "megamoe has stopped"
-        _, alive = psutil.wait_procs(family, timeout=5)
-        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+        assert gone(family)
         assert service.segments() == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import queue
 import re
@@ -42,6 +43,19 @@ SETTINGS = (
     "--port=0",
     "--http-port=0",
 )
+
+
+def listening(process: psutil.Process) -> list[Any]:
+    """Sockets on which a process listens; none if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return []
+
+
+def gone(processes: list[psutil.Process], timeout_s: float = 20.0) -> bool:
+    """Whether processes have ended within the time."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 class ServiceProcess:
@@ -94,9 +108,16 @@ class ServiceProcess:
 
     @property
     def rank_pids(self) -> list[int]:
-        """Rank processes in rank order (local launcher)."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted(c.pid for c in children if "service.rank_process" in c.cmdline())
+        """Rank processes in rank order: whoever listens where rank r is to be scraped, whatever started it."""
+        pid_of_port = {
+            connection.laddr.port: process.pid
+            for process in self.family()
+            for connection in listening(process)
+        }
+        status, text = self.get("/sd")
+        assert status == 200, text
+        [group] = json.loads(text)
+        return [pid_of_port[int(address.rpartition(":")[2])] for address in group["targets"]]
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

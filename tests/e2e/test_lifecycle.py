@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-import psutil
 import pytest
 
 from megamoe import Path
@@ -22,6 +21,7 @@ from tests.e2e.harness import (
     ROOT,
     STEP_TIMEOUT_S,
     ServiceProcess,
+    gone,
     group_rows,
     running,
     scrape,
@@ -39,26 +39,28 @@ async def steps_for(group: AsyncMoeGroup, seconds: float) -> None:
             await step.layer(0, group_rows(COUNTS))
 
 
-def gone(processes: list[psutil.Process], timeout_s: float = 5.0) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+def mapped(pid: int) -> list[FilePath]:
+    """Shared memory of a service that a process has mapped."""
+    lines = FilePath(f"/proc/{pid}/maps").read_text().splitlines()
+    return sorted({FilePath(line.split()[5]) for line in lines if "/dev/shm/megamoe-" in line})
 
 
-def test_a_signal_during_start_stops_it_cleanly() -> None:
-    service = ServiceProcess()
+def test_a_signal_during_start_stops_it_cleanly(launcher: str) -> None:
+    service = ServiceProcess(launcher=launcher)
     service.wait_for("megamoe starts")
     time.sleep(1.5)
     family = service.family()
-    before = set(FilePath("/dev/shm").glob("megamoe-*"))
+    segments = mapped(service.process.pid)
+    assert segments or launcher == "ray", "Ray itself takes longer to start"
     assert service.stop(signal.SIGTERM) == 0
     assert gone(family)
-    assert not {p for p in before if p.exists() and f"{service.process.pid}" in p.name}
+    assert not [path for path in segments if path.exists()]
 
 
 @pytest.fixture(scope="module")
-def breakable() -> Iterator[ServiceProcess]:
+def breakable(launcher: str) -> Iterator[ServiceProcess]:
     """A service of its own: these tests kill parts of it."""
-    with running() as service:
+    with running(launcher=launcher) as service:
         yield service
 
 
@@ -176,9 +178,23 @@ async def test_a_stopped_rank_is_not_ready_and_recovers(breakable: ServiceProces
 
 
 def test_a_killed_supervisor_takes_its_ranks_and_memory_along(breakable: ServiceProcess) -> None:
-    """The last test of this service: its ranks notice that their launcher is gone, stop and clean up."""
+    """The last test of this service: its ranks notice that their launcher is gone, stop and clean up.
+
+    Ray's two agents wait a minute for a control store that has gone with its driver, and then end too; nobody waits
+    for that here.
+    """
     family = breakable.family()
+    agents = [
+        process for process in family if process.name() in ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    ]
     assert len(breakable.segments()) > 8
     breakable.process.kill()
-    assert gone(family, timeout_s=20.0)
-    assert breakable.segments() == []
+    try:
+        assert gone([process for process in family if process not in agents])
+        deadline = time.monotonic() + 5
+        while breakable.segments():
+            assert time.monotonic() < deadline, breakable.segments()
+            time.sleep(0.05)
+    finally:
+        for process in agents:
+            process.kill()
