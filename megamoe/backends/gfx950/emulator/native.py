@@ -72,6 +72,7 @@ INST = np.dtype(
     + [("reads", _RANGE, 8), ("writes", _RANGE, 3)]
 )
 SGPR_BASE = 1024
+_NUM_SGPRS = 128
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 _FROM_MODS = set(_U8) - {"nsrc", "size", "bytes"}
 _F32, _F16, _F64 = 1, 2, 3
@@ -171,6 +172,16 @@ def _scope(one: Instruction) -> int:
     return 3 if sc0 and sc1 else 2 if sc1 else 1 if sc0 else 0
 
 
+def _vector_sources(name: str) -> tuple[int, ...]:
+    """Sources that the encoding lets be anything and the instruction does not."""
+    if name.startswith(("v_mfma", "v_smfmac", "v_cvt_scalef32_2xpk16")):
+        return (0, 1)
+    if "sad_" in name and name.startswith(("v_qsad", "v_mqsad")):
+        return (2,)
+    lanes = ("v_readlane", "v_permlane", "v_swap", "v_accvgpr_read", "v_accvgpr_mov")
+    return (0,) if name.startswith((*lanes, "v_cvt_scalef32_pk32", "v_cvt_scalef32_sr_pk")) else ()
+
+
 class _Lowering:
     """Turn decoded instructions into the core's array, for one kernel."""
 
@@ -200,6 +211,11 @@ class _Lowering:
         out["kind"], out["width"], out["idx"] = int(operand.kind), operand.width, operand.idx
         if operand.kind is Kind.VGPR:
             out["idx"] = self.register(operand, one)
+        elif operand.kind is Kind.SGPR and operand.idx + operand.width > _NUM_SGPRS:
+            raise CodeObjectError(
+                f"{self.kernel.name} at byte {one.offset:#x}: scalar registers of {one.mnemonic} must be below "
+                f"{_NUM_SGPRS}, got {operand.idx + operand.width - 1}"
+            )
         elif operand.kind is Kind.CONST:
             out["lo"], out["hi"] = operand.value & 0xFFFFFFFF, operand.value >> 32 & 0xFFFFFFFF
 
@@ -232,6 +248,12 @@ class _Lowering:
         self.put(row["sdst"], one.sdst, one)
         for k, operand in enumerate(one.srcs):
             self.put(row["src"][k], operand, one)
+        for k in _vector_sources(name):
+            if one.srcs[k].kind is not Kind.VGPR:
+                raise CodeObjectError(
+                    f"{self.kernel.name} at byte {one.offset:#x}: source {k} of {name} must be a vector register, "
+                    f"got {one.srcs[k].kind.name}"
+                )
         if one.is_branch or name == "s_call_b64":
             if one.target not in self.index:
                 raise CodeObjectError(
