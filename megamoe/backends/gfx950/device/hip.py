@@ -56,6 +56,10 @@ class HipMemory:
     def write(self, data: torch.Tensor, offset: int = 0) -> None:
         raw = data.contiguous().view(-1).view(torch.uint8)
         self._bytes[offset : offset + raw.numel()].copy_(raw)
+        if (
+            data.is_cuda
+        ):  # the copy is queued on the caller's stream, which the kernels' stream knows nothing of
+            torch.cuda.current_stream(data.device).synchronize()
 
     def read(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
         out = torch.empty(tuple(shape), dtype=dtype)
@@ -149,7 +153,9 @@ class HipDevice:
 
     def allocate(self, num_bytes: int, name: str, *, weights: bool = False) -> HipMemory:
         try:
-            return HipMemory(torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=self._device))
+            memory = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=self._device)
+            torch.cuda.synchronize(self._device)
+            return HipMemory(memory)
         except torch.cuda.OutOfMemoryError as error:
             free, _ = torch.cuda.mem_get_info(self._device)
             raise HeapError(
