@@ -34,8 +34,7 @@ def open_backend(
 ) -> Gfx950Backend:
     """Open rank `rank`; returns when all ranks have opened.
 
-    Deployments with `gfx950_emulated` run on emulated devices: all ranks in this process, each from its own thread.
-    Others need an MI355X, ROCm and MORI: one process a rank.
+    Deployments with `gfx950_emulated` run on emulated devices, ranks in processes or threads of their own. Others need an MI355X, ROCm and MORI: one process a rank.
     Raises ConfigError (a package or device is missing, settings that are not served), HeapError, PeerTimeoutError.
     """
     from megamoe.backends.gfx950.backend import Gfx950Backend, check_served
@@ -45,12 +44,11 @@ def open_backend(
     layout = plan_layout(bundle, num_slots=num_slots)
     fingerprint = bundle.deployment.fingerprint()
     if bundle.deployment.gfx950_emulated:
-        from megamoe.backends.gfx950.device import emulated
+        from megamoe.backends.gfx950.device.shared import SharedDevice
 
-        device: emulated.EmulatedDevice = emulated.join(
-            group_name, rank=rank, num_ranks=layout.num_ranks, heap_bytes=layout.num_bytes, fingerprint=fingerprint,
-            timeout_s=timeout_s,
-        )  # fmt: skip
+        device = SharedDevice(
+            layout, rank=rank, group_name=group_name, fingerprint=fingerprint, timeout_s=timeout_s
+        )
         return Gfx950Backend(bundle, device, num_slots=num_slots)
     from megamoe.backends.gfx950.device import hip
 

@@ -1,9 +1,11 @@
-"""Ranks on emulated MI355X devices, all in one process, each driven by its own thread or all by one."""
+"""Emulated MI355X devices of all ranks in one process over one scheduler: what the proofs run on.
+
+Memory, streams and graphs here are those of any emulated rank; `shared` has ranks in processes of their own.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +16,10 @@ from megamoe.backends.gfx950 import emulator
 from megamoe.backends.gfx950.build import Code
 from megamoe.backends.gfx950.device import Arg, DeviceStuckError
 from megamoe.backends.gfx950.emulator.errors import BudgetError, DeadlockError
-from megamoe.errors import ConfigError, PeerTimeoutError, must_be
 
 HEAP_CLASS, WEIGHTS_CLASS = 1, 2
 """Address classes of the traffic counters; everything else is 0."""
-_TICK_HZ = 1e9
+TICK_HZ = 1e9
 """The emulated clock counts instructions. High, so that waits end by the host's clock (see `synchronize`)."""
 
 
@@ -49,14 +50,11 @@ class EmulatedMemory:
 
 @dataclass
 class EmulatedGroup:
-    """The devices of all ranks. Make one and give it to all ranks, or let `join` find it by name."""
+    """The devices of all ranks over one scheduler, so that detectors see all of them."""
 
     num_ranks: int
     heap_bytes: int
     config: emulator.DeviceConfig
-    fingerprint: str = ""
-    joined: set[int] = field(default_factory=set)
-    left: set[int] = field(default_factory=set)
     epochs: dict[int, int] = field(default_factory=dict)
     given_up: tuple[int, tuple[int, ...]] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -68,65 +66,6 @@ class EmulatedGroup:
     def device(self, rank: int) -> EmulatedDevice:
         """The device of one rank."""
         return EmulatedDevice(self, rank)
-
-
-_lock = threading.Lock()
-_groups: dict[str, EmulatedGroup] = {}
-
-
-def join(
-    name: str,
-    *,
-    rank: int,
-    num_ranks: int,
-    heap_bytes: int,
-    fingerprint: str,
-    timeout_s: float,
-    config: emulator.DeviceConfig | None = None,
-) -> EmulatedDevice:
-    """The device of `rank` in the group called `name`; returns when all ranks have joined, each from its own thread.
-
-    Raises ConfigError (rank taken, or another deployment), PeerTimeoutError naming ranks that did not come.
-    """
-    with _lock:
-        group = _groups.get(name)
-        if group is None:
-            group = EmulatedGroup(
-                num_ranks, heap_bytes, config or emulator.DeviceConfig(num_ranks=num_ranks), fingerprint
-            )
-            group.devices.hosts = num_ranks
-            _groups[name] = group
-    if group.fingerprint != fingerprint:
-        raise ConfigError(
-            must_be(f"deployment of rank {rank}", f"the group's ({group.fingerprint})", fingerprint)
-        )
-    deadline_s = time.monotonic() + timeout_s
-    with group.changed:
-        if rank in group.joined:
-            raise ConfigError(must_be("rank", f"one that group {name} does not have yet", rank))
-        group.joined.add(rank)
-        group.changed.notify_all()
-        while len(group.joined) < num_ranks:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not group.changed.wait(left_s):
-                missing = [peer for peer in range(num_ranks) if peer not in group.joined]
-                group.joined.discard(rank)
-                _drop_if_empty(name, group)
-                raise PeerTimeoutError(
-                    f"ranks {missing} of group {name} did not open within {timeout_s} s (rank {rank})",
-                    missing,
-                )
-    device = group.device(rank)
-    device.name = name
-    return device
-
-
-def _drop_if_empty(name: str, group: EmulatedGroup) -> None:
-    if group.left >= group.joined:
-        with _lock:
-            if _groups.get(name) is group:
-                del _groups[name]
-        group.devices.close()
 
 
 class EmulatedGraph:
@@ -142,8 +81,8 @@ class EmulatedGraph:
 class EmulatedStream:
     """The queue of one rank. handles: launches since the last `take_handles`, with their traffic."""
 
-    def __init__(self, group: EmulatedGroup, rank: int) -> None:
-        self.stream = group.devices.devices[rank].stream()
+    def __init__(self, stream: emulator.Stream) -> None:
+        self.stream = stream
         self.handles: list[emulator.LaunchHandle] = []
 
     def launch(
@@ -177,11 +116,10 @@ class EmulatedDevice:
 
     def __init__(self, group: EmulatedGroup, rank: int) -> None:
         self.group, self.rank, self.num_ranks = group, rank, group.num_ranks
-        self.name = ""
         self.num_compute_units = group.config.num_cus
-        self.tick_hz = _TICK_HZ
-        self.stream = EmulatedStream(group, rank)
+        self.tick_hz = TICK_HZ
         self._device = group.devices.devices[rank]
+        self.stream = EmulatedStream(self._device.stream())
 
     def allocate(self, num_bytes: int, name: str, *, weights: bool = False) -> EmulatedMemory:
         klass = WEIGHTS_CLASS if weights else 0
@@ -208,7 +146,4 @@ class EmulatedDevice:
             return group.given_up[1]
 
     def close(self) -> None:
-        with self.group.changed:
-            self.group.left.add(self.rank)
-            if self.name:
-                _drop_if_empty(self.name, self.group)
+        """Nothing: the group's memory is its maker's to close."""

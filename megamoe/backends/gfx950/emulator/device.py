@@ -112,6 +112,8 @@ class DeviceGroup:
         self._waiting: list[Sequence[int]] = []
         self.unwanted: deque[int] = deque()
         self.hosts = 1
+        self.idle_s = 0.05
+        """Pause of a host thread whose waves wait for something that others may still bring."""
         self.num_executed = 0
 
     def __enter__(self) -> DeviceGroup:
@@ -150,13 +152,27 @@ class DeviceGroup:
             )
         raw = np.zeros(num_bytes + 1024, np.uint8)
         start = -int(raw.ctypes.data) % 256 + 256
-        buffer = Buffer(name, rank, raw[start : start + num_bytes], self)
+        memory = raw[start : start + num_bytes]
+        return self.adopt(memory, name, rank, peer_visible=peer_visible, klass=klass, read_only=read_only)
+
+    def adopt(
+        self,
+        memory: NDArray[np.uint8],
+        name: str,
+        rank: int,
+        *,
+        peer_visible: bool = False,
+        klass: int = 0,
+        read_only: bool = False,
+    ) -> Buffer:
+        """Let kernels use bytes that the caller owns, such as memory that other processes map too."""
+        buffer = Buffer(name, rank, memory, self)
         with self._lock:
             self.buffers[buffer.address] = buffer
             added = self.lib.emu_alloc_add(
                 self.machine,
                 buffer.address,
-                num_bytes,
+                buffer.num_bytes,
                 rank,
                 peer_visible,
                 read_only,
@@ -261,7 +277,7 @@ class DeviceGroup:
             # A thread whose launches have ended, but which has yet to wake up, may go on to queue more.
             stuck = sum(not self._done(launches) for launches in self._waiting)
             if stuck < self.hosts and time.monotonic() < deadline:
-                self._changed.wait(0.05)  # another host thread may still queue what the waves wait for
+                self._changed.wait(self.idle_s)  # another host thread may still queue what the waves wait for
                 return
             text = describe_waiting(self)
             self.lib.emu_reset(self.machine)
