@@ -55,7 +55,7 @@ PROFILES: dict[str, dict[str, Any]] = {
         "fixed_slot_max": 511,
         "large_m_enabled": True,
     },
-    # gfx950 code on its emulator: capacities that an emulator gets through. The fused paths are not built there yet.
+    # gfx950 code on its emulator: capacities that an emulator gets through.
     "emulated": {
         "shape": "demo",
         "backend": "gfx950",
@@ -63,7 +63,9 @@ PROFILES: dict[str, dict[str, Any]] = {
         "max_tokens_per_rank": 64,
         "fixed_slot_max": 32,
         "small_m_capacities": (8, 16),
+        "small_m_enabled": True,
         "large_m_capacity": 64,
+        "large_m_enabled": True,
         "large_m_min_tokens": 48,
     },
 }

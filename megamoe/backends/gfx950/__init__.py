@@ -34,7 +34,8 @@ def open_backend(
 ) -> Gfx950Backend:
     """Open rank `rank`; returns when all ranks have opened.
 
-    Deployments with `gfx950_emulated` run on emulated devices, ranks in processes or threads of their own. Others need an MI355X, ROCm and MORI: one process a rank.
+    Deployments with `gfx950_emulated` run on emulated devices, ranks in processes or threads of
+    their own. Others need an MI355X, ROCm and MORI: one process a rank.
     Raises ConfigError (a package or device is missing, settings that are not served), HeapError, PeerTimeoutError.
     """
     from megamoe.backends.gfx950.backend import Gfx950Backend, check_served
