@@ -1,4 +1,4 @@
-"""One torch thread for these tests: ranks are emulated on one core, and waiting OpenMP threads would take the others."""
+"""One torch thread for these tests: ranks are emulated on one core, and waiting threads would take the others."""
 
 from __future__ import annotations
 
