@@ -27,7 +27,7 @@ from megamoe.backends.hopper.buffers import (
 from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
-from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms
+from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms, plan_small_m
 from megamoe.backends.hopper.record import Word
 from megamoe.backends.hopper.staging import Staging
 from megamoe.batch import Counters, MoeBatch, StageTimes, SubStepReport
@@ -45,6 +45,7 @@ from megamoe.layout import FlagKind, plan_layout
 from megamoe.weights import LayerWeights
 
 STAGES: dict[Path, tuple[str, ...]] = {
+    Path.SMALL_M: ("small_m",),
     Path.FIXED_SLOT: ("dispatch", "gemm1", "gemm2", "combine"),
     Path.COMPACT: ("prepare", "dispatch", "gemm1", "gemm2", "combine"),
 }
@@ -61,11 +62,6 @@ def check_served(deployment: Deployment) -> None:
         ("combine_row_format on hopper", deployment.combine_row_format is not RowFormat.AUTO, "bf16 or fp8"),
         ("activation on hopper", deployment.shape.activation == "silu", "silu"),
         (
-            "small_m_enabled on hopper",
-            not deployment.small_m_enabled,
-            "False: this path is not built here yet",
-        ),
-        (
             "large_m_enabled on hopper",
             not deployment.large_m_enabled,
             "False: this path is not built here yet",
@@ -74,7 +70,6 @@ def check_served(deployment: Deployment) -> None:
     got = (
         deployment.combine_row_format,
         deployment.shape.activation,
-        deployment.small_m_enabled,
         deployment.large_m_enabled,
     )
     for (name, served, need), value in zip(wanted, got, strict=True):
@@ -94,10 +89,11 @@ def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def gemm_plan(bundle: Bundle, max_rows: int) -> GemmPlan:
+def gemm_plan(bundle: Bundle, path: Path, max_rows: int) -> GemmPlan:
     """The GEMMs of a sub-step with an agreed maximum of rows a rank."""
     deployment = bundle.deployment
-    return plan_gemms(
+    plan = plan_small_m if path is Path.SMALL_M else plan_gemms
+    return plan(
         bundle.shape,
         max_rows,
         batch_invariant=deployment.batch_invariant,
@@ -105,11 +101,10 @@ def gemm_plan(bundle: Bundle, max_rows: int) -> GemmPlan:
     )
 
 
-def gemm_plans(bundle: Bundle) -> list[GemmPlan]:
-    """All that sub-steps of this deployment can have, in order of rows."""
-    return list(
-        dict.fromkeys(gemm_plan(bundle, rows) for rows in range(1, bundle.deployment.max_tokens_per_rank + 1))
-    )
+def gemm_plans(bundle: Bundle, path: Path) -> list[GemmPlan]:
+    """All that sub-steps of this deployment can have on a path, in order of rows."""
+    most = max(bundle.capacities(path), default=0)
+    return list(dict.fromkeys(gemm_plan(bundle, path, rows) for rows in range(1, most + 1)))
 
 
 class HopperBackend:
@@ -139,7 +134,9 @@ class HopperBackend:
         device = Device(properties.multi_processor_count, devices.count(devices[rank]), len(set(devices)) > 1)
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
-            self.kernels.warm_up(gemm_plans(bundle), {path: bundle.capacities(path) for path in STAGES})
+            small_m = gemm_plans(bundle, Path.SMALL_M) if bundle.deployment.small_m_enabled else ()
+            staged = {path: bundle.capacities(path) for path in STAGES if path is not Path.SMALL_M}
+            self.kernels.warm_up(gemm_plans(bundle, Path.COMPACT), staged, small_m)
         self._group = groups.join(
             group_name,
             rank=rank,
@@ -173,7 +170,7 @@ class HopperBackend:
             w2 = pack_w2(views.w2_codes.to(self.device), views.w2_scales.to(self.device))
             layer = BoundLayer(w13, w2)
             if check is not None:
-                check(partial(expert_rows, self.kernels, layer, gemm_plan(self.bundle, 1)))
+                check(partial(expert_rows, self.kernels, layer, gemm_plan(self.bundle, Path.COMPACT, 1)))
         self._swap(slot_idx, layer)
 
     def bind_identity(self, slot_idx: int) -> None:
@@ -211,9 +208,8 @@ class HopperBackend:
             words = control_words(self.buffers.layout, launch, on_device, out_dev, left_ns)
             self._control_host.copy_(torch.tensor(words, dtype=torch.int64))
             self.buffers.control.copy_(self._control_host, non_blocking=True)
-        self._call = _Call(
-            launch, layer, on_device, out, out_dev, gemm_plan(self.bundle, launch.sub_step.max_rows)
-        )
+        gemms = gemm_plan(self.bundle, launch.sub_step.path, launch.sub_step.max_rows)
+        self._call = _Call(launch, layer, on_device, out, out_dev, gemms)
         self._call.mark(self.stream, "begin")
 
     def launch(self, stage: str) -> None:
@@ -339,14 +335,18 @@ class _Call:
         self.marks.append((name, event))
 
     def times(self) -> StageTimes:
-        """Between the marks; waiting for peers is inside the stage that waits."""
+        """Between the marks; waiting for peers is inside the stage that waits. Of one launch, the total alone."""
         spent: dict[str, float] = {}
         for (_, before), (name, after) in zip(self.marks, self.marks[1:], strict=False):
             field = "dispatch_us" if name == "prepare" else f"{name}_us"
-            if name != "end":
+            if name not in ("end", "small_m"):
                 spent[field] = spent.get(field, 0.0) + before.elapsed_time(after) * 1e3
         total_us = self.marks[0][1].elapsed_time(self.marks[-1][1]) * 1e3
         return StageTimes(**spent, total_us=total_us)
+
+
+def _small_m(kernels: Kernels, call: _Call) -> None:
+    kernels.small_m(call.layer, call.gemms)
 
 
 def _prepare(kernels: Kernels, call: _Call) -> None:
@@ -379,6 +379,7 @@ def _combine(kernels: Kernels, call: _Call) -> None:
 
 
 _LAUNCH: dict[str, Callable[[Kernels, _Call], None]] = {
+    "small_m": _small_m,
     "prepare": _prepare,
     "dispatch": _dispatch,
     "gemm1": _gemm1,

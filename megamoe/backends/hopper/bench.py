@@ -30,7 +30,7 @@ from megamoe.backends.hopper.buffers import (
 )
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
-from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms
+from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms, plan_small_m
 from megamoe.backends.hopper.record import FIRST_STATUS, NUM_WORDS, Word
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Deployment, Path, RowFormat, plan_bundle
@@ -45,6 +45,7 @@ BF16_FLOPS_PER_S = 671e12
 """bf16 8192^3 matmul on random data, H200 (reference table)."""
 
 
+SMALL_PATHS = (Path.SMALL_M, Path.FIXED_SLOT, Path.COMPACT)
 CALLS = 8
 """Layer calls of a captured graph."""
 REPEATS = 7
@@ -274,8 +275,12 @@ class RankBench:
 
     def layer(self, path: Path, gemms: GemmPlan, call: int) -> None:
         """One whole sub-step; weight sets take turns."""
-        self.before_gemms(path, gemms, call)
         layer = self.layers[call % len(self.layers)]
+        if path is Path.SMALL_M:
+            self.kernels.buffers.control.copy_(self.pinned[call], non_blocking=True)
+            self.kernels.small_m(layer, gemms)
+            return
+        self.before_gemms(path, gemms, call)
         self.kernels.gemm1(layer, gemms)
         self.kernels.gemm2(layer, gemms)
         self.kernels.send_back()
@@ -325,14 +330,17 @@ def bench_layer(
     shape = group.shape
     routes = route(shape, distribution, [tokens] * shape.num_ranks, seed=11)
     group.take(routes, path, CALLS)
-    chosen = gemms or plan_gemms(shape, tokens)
+    chosen = gemms or (plan_small_m if path is Path.SMALL_M else plan_gemms)(shape, tokens)
     graphs = []
     for rank in group.ranks:
         device = rank.kernels.buffers.device
         stream = torch.cuda.Stream(device)
         with torch.cuda.device(device):
             with torch.cuda.stream(stream):
-                rank.kernels.warm_up([chosen], {path: [rank.kernels.buffers.layout.capacity]})
+                if path is Path.SMALL_M:
+                    rank.kernels.warm_up((), {}, [chosen])
+                else:
+                    rank.kernels.warm_up([chosen], {path: [rank.kernels.buffers.layout.capacity]})
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 for call in range(CALLS):
@@ -390,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for tokens in chosen.tokens:
             if (tokens <= 512) != (capacity == 512):
                 continue
-            for path in (Path.FIXED_SLOT, Path.COMPACT) if tokens <= 512 else (Path.COMPACT,):
+            for path in SMALL_PATHS if tokens <= 512 else (Path.COMPACT,):
                 for distribution in chosen.distributions:
                     timings.append(bench_layer(group, tokens, path, distribution))
                     print(timings[-1].line(shape), flush=True)

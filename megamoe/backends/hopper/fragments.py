@@ -10,8 +10,9 @@ from megamoe.backends.hopper.packing import FRAGMENT_MASK, HIGH_BITS, LOW_BIT
 
 STREAM = ".nc.L1::no_allocate"
 """Weights: read once, kept out of L1."""
-KEEP = ".nc.L1::evict_last"
-"""Token fragments: every warp of a block and every tile of an expert reads them again."""
+KEEP = ".L1::evict_last"
+"""Token fragments: every warp of a block and every tile of an expert reads them again. Not `.nc`: on small_m the same
+launch has written them."""
 
 
 def load(num_words: int, offset_bytes: int, modifier: str) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from megamoe.backends.hopper.packing import PackedMatrix
 from megamoe.backends.hopper.plan import (
     GEMM1_STREAM,
     GEMM2_STREAM,
+    SMALL_M,
     Counter,
     GemmPlan,
     TiledPlan,
@@ -75,6 +76,9 @@ class Kernels:
         self._chain = {"launch_pdl": device.num_virtual_ranks == 1}
         self._ranks = {"own_rank": buffers.rank, "NUM_RANKS": shape.num_ranks}
         self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
+        experts = shape.num_experts_per_rank
+        none = torch.zeros((experts, 1), dtype=torch.uint8, device=buffers.device)
+        self._no_weights = PackedMatrix(none, torch.ones(experts, device=buffers.device), 0, 0)
         self._descriptors: dict[tuple[int, int, int], Any] = {}
 
     def _await_flags(self, kind: FlagKind, *, only_with_rows: bool = False) -> None:
@@ -146,6 +150,7 @@ class Kernels:
             b.image,
             b.sizes.stream_offset,
             b.sizes.tiled_offset,
+            gemms.stream_max_rows,
             **self._ranks,
             **self._routing,
             META_WORDS=b.layout.meta_words,
@@ -155,7 +160,6 @@ class Kernels:
             IMAGE_STRIDE=2 * b.sizes.image_columns,
             APART=self.device.apart,
             COMPACT=compact,
-            STREAM_MAX_ROWS=gemms.stream_max_rows,
             BLOCK_N=gemms.block_n,
             BLOCK_TOKENS=index_block_tokens(shape, capacity),
             SLOTS=next_power_of_2(shape.num_topk),
@@ -166,10 +170,10 @@ class Kernels:
 
     def expand(self) -> None:
         b = self.buffers
-        expand.expand_kernel[(4 * self.device.share,)](
+        expand.expand_kernel[(8 * self.device.share,)](
             b.control,
             b.bases,
-            b.image,
+            b.image.view(torch.int32),
             b.row_slot,
             b.block_info,
             b.work,
@@ -178,7 +182,7 @@ class Kernels:
             ROW_BYTES=b.layout.row_bytes,
             COLUMNS=b.sizes.image_columns,
             PIECE=expand.EXPAND_COLUMNS,
-            num_warps=8,
+            num_warps=4,
             **self._chain,
         )
 
@@ -286,6 +290,58 @@ class Kernels:
             **self._chain,
         )
 
+    def small_m(self, layer: BoundLayer, gemms: GemmPlan) -> None:
+        """The whole sub-step. gemms: of plan_small_m."""
+        from megamoe.backends.hopper.device import small_m
+
+        b, shape, identity_layer = self.buffers, self.buffers.shape, layer.w13 is None
+        first, second = gemms.tiled(shape.hidden), gemms.tiled(shape.intermediate)
+        # Identity experts have no weights; the kernel then has no code that would read them.
+        w13, w2 = (layer.w13, layer.w2) if layer.w13 and layer.w2 else (self._no_weights,) * 2
+        small_m.small_m_kernel[(SMALL_M.occupancy * self.device.share,)](
+            b.control,
+            b.bases,
+            b.image,
+            b.middle,
+            self._tokens(b.image, first),
+            self._tokens(b.middle, second),
+            b.row_slot,
+            b.row_address,
+            b.row_weight,
+            b.block_info,
+            b.work,
+            w13.units,
+            w13.out_factor,
+            w2.units,
+            w2.out_factor,
+            self._limit,
+            b.sizes.stream_offset,
+            b.sizes.tiled_offset,
+            gemms.stream_max_rows,
+            self.device.share,
+            **self._ranks,
+            **self._routing,
+            HIDDEN=shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            META_WORDS=b.layout.meta_words,
+            META_BLOCK=next_power_of_2(b.layout.meta_words),
+            RESULT_STRIDE=b.layout.result_bytes,
+            RESULT_BYTES=self.result_bytes,
+            SLOTS=next_power_of_2(shape.num_topk),
+            BINS=next_power_of_2(shape.num_experts_per_rank + 1),
+            CHUNKS1=b.image.shape[1] // 128,
+            CHUNKS2=b.middle.shape[1] // 128,
+            GROUPS1=b.sizes.gemm1_groups,
+            GROUPS2=b.sizes.gemm2_groups,
+            AHEAD=first.ahead,
+            STAGES=first.stages,
+            BLOCK_N=first.block_n,
+            FP8=self.fp8,
+            IDENTITY=identity_layer,
+            num_warps=SMALL_M.warps,
+            maxnreg=128,
+        )
+
     def send_back(self) -> None:
         """Peers' rows to their sources, where GEMM2 could not store them there itself."""
         if not self.device.apart:
@@ -328,8 +384,6 @@ class Kernels:
             POST=post,
             num_warps=4,
             **self._chain,
-            # The oracle multiplies, rounds, and adds; a fused multiply-add would round once.
-            enable_fp_fusion=False,
         )
 
     def close(self) -> None:
@@ -342,8 +396,13 @@ class Kernels:
         b = self.buffers
         close.abort_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1, **self._chain)
 
-    def warm_up(self, plans: Iterable[GemmPlan], capacities: Mapping[Path, Iterable[int]]) -> None:
-        """Compile and load every kernel that steps of these plans and runtimes can need.
+    def warm_up(
+        self,
+        plans: Iterable[GemmPlan],
+        capacities: Mapping[Path, Iterable[int]],
+        small_m: Iterable[GemmPlan] = (),
+    ) -> None:
+        """Compile and load every kernel that steps of these plans and runtimes can need. small_m: plans of that path.
 
         Must happen before any rank's first launch: loading code may wait for the device, and so for a kernel of a
         peer that itself waits for this rank. Runs everything once on memory of its own, with no rows and no patience.
@@ -356,9 +415,7 @@ class Kernels:
         words[record.Word.ABORTS_OFFSET] = 4096
         words[record.Word.COUNTS_OFFSET] = 8192
         b.control.copy_(torch.tensor(words, dtype=torch.int64))
-        none = torch.zeros((b.shape.num_experts_per_rank, 1), dtype=torch.uint8, device=b.device)
-        factors = torch.ones(b.shape.num_experts_per_rank, device=b.device)
-        layer = BoundLayer(PackedMatrix(none, factors, 0, 0), PackedMatrix(none, factors, 0, 0))
+        layer = BoundLayer(self._no_weights, self._no_weights)
         for path, values in capacities.items():
             compact = counts_before_payload(path)
             if compact:
@@ -375,6 +432,9 @@ class Kernels:
             self.gemm1(layer, gemms)
             self.gemm2(layer, gemms)
             self.gemm2(layer, gemms, plain_rows=True)
+        for gemms in small_m:
+            self.small_m(layer, gemms)
+            self.small_m(BoundLayer(None, None), gemms)
         self.combine(1)
         self.close()
         self.abort()

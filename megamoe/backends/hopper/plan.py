@@ -9,7 +9,7 @@ device; nothing here is known on the host when it is launched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megamoe.backends.hopper.packing import CHUNK, ROW_GROUP, padded_columns, padded_rows
 from megamoe.shape import MoeShape
@@ -23,6 +23,8 @@ WIDEST_ROWS = 8 * len(STREAM_COSTS)
 ENTRY_WORDS = 4
 """A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, unused."""
 COUNTER_WORDS = 16
+SMALL_M_BLOCK_N = 64
+"""Widest tile of the one-launch path: two thread blocks a multiprocessor, 128 registers a thread."""
 MIN_BLOCK_N, MAX_BLOCK_N = 32, 256
 STREAM_LIMIT = 32
 """Rows of an expert up to which the streaming kernel can serve it, reading its weights at most twice."""
@@ -73,6 +75,8 @@ class StreamPlan:
 
 GEMM1_STREAM = StreamPlan(warps=8, occupancy=2)
 GEMM2_STREAM = StreamPlan(warps=4, occupancy=4)
+SMALL_M = StreamPlan(warps=8, occupancy=2)
+"""Both GEMMs, and all else, in one launch: also what the tiled kernel with up to 64 tokens needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,11 @@ class TiledPlan:
     occupancy: int
 
 
+_SMALL_M_TILED = {
+    # Few tokens in shared memory: what is left is L1, where the streaming kernel keeps its own.
+    32: TiledPlan(block_n=32, stages=3, chunks_per_stage=1, ahead=4, num_regs=128, occupancy=2),
+    64: TiledPlan(block_n=64, stages=3, chunks_per_stage=1, ahead=4, num_regs=128, occupancy=2),
+}
 _TILED = {
     32: TiledPlan(block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
     64: TiledPlan(block_n=64, stages=3, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
@@ -101,14 +110,17 @@ _TILED = {
 
 @dataclass(frozen=True, kw_only=True)
 class GemmPlan:
-    """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel."""
+    """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel. one_launch: both share
+    thread blocks, and so the memory of a multiprocessor."""
 
     stream_max_rows: int
     block_n: int
+    one_launch: bool = False
 
     def tiled(self, num_columns: int) -> TiledPlan:
         """The tiled kernel's settings for a matrix with that many columns (before padding)."""
-        plan = _TILED[self.block_n]
+        both = self.one_launch and self.stream_max_rows > 0
+        plan = (_SMALL_M_TILED if both else _TILED)[self.block_n]
         num_chunks = padded_columns(num_columns) // CHUNK
         if num_chunks // plan.chunks_per_stage >= plan.stages - 1:
             return plan
@@ -131,6 +143,14 @@ def plan_gemms(
     if fp8_rows:
         block_n = min(block_n, 128)
     return GemmPlan(stream_max_rows=stream_max_rows, block_n=block_n)
+
+
+def plan_small_m(
+    shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
+) -> GemmPlan:
+    """The same choice for the one launch of small_m, whose thread blocks have the registers of SMALL_M."""
+    gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows)
+    return replace(gemms, block_n=min(gemms.block_n, SMALL_M_BLOCK_N), one_launch=True)
 
 
 _BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (

@@ -60,5 +60,12 @@ class Word(IntEnum):
     DROPPED_SLOTS = 41
     BYTES_SENT = 42
 
+    DISPATCHED = 48
+    """Thread blocks of a launch that have come so far: device code's sync.py."""
+    INDEXED = 49
+    EXPANDED = 50
+    MULTIPLIED = 51
+    RETURNED = 52
+
 
 FIRST_STATUS = int(Word.FAILED)

@@ -13,6 +13,15 @@ from megamoe.batch import MoeBatch
 from megamoe.shape import MX_BLOCK, MoeShape
 
 
+ALIGNMENT = 16
+"""Kernels move rows in pieces of this many bytes."""
+
+
+def in_place(tensor: torch.Tensor) -> bool:
+    """Whether kernels can read or write a tensor where it lies."""
+    return tensor.device.type == "cuda" and tensor.data_ptr() % ALIGNMENT == 0
+
+
 class Staging:
     """Buffers for up to `capacity` rows of one rank."""
 
@@ -32,7 +41,8 @@ class Staging:
         self._dev = {name: torch.empty_like(host, device=device) for name, host in self._host.items()}
 
     def to_device(self, batch: MoeBatch) -> MoeBatch:
-        """The batch on the device, copied on the current stream; tensors that are there already stay as they are."""
+        """The batch on the device, copied on the current stream; tensors that are there already stay as they are, unless they begin between 16-byte
+        borders."""
         scales = batch.hidden_states_sf
         return MoeBatch(
             self._in("hidden" if scales is None else "codes", batch.hidden_states),
@@ -42,19 +52,23 @@ class Staging:
         )
 
     def _in(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cuda":
+        if in_place(tensor):
             return tensor
         rows = len(tensor)
+        if tensor.device.type == "cuda":
+            return self._dev[name][:rows].copy_(tensor)
         self._host[name][:rows] = tensor
         return self._dev[name][:rows].copy_(self._host[name][:rows], non_blocking=True)
 
     def out_dev(self, out: torch.Tensor) -> torch.Tensor:
-        """Where kernels write the result: `out` itself if it is on the device."""
-        return out if out.device.type == "cuda" else self._dev["out"][: len(out)]
+        """Where kernels write the result: `out` itself if they can."""
+        return out if in_place(out) else self._dev["out"][: len(out)]
 
     def queue_out(self, out: torch.Tensor) -> None:
-        """Queue the result's copy towards the host, if it goes there."""
-        if out.device.type != "cuda":
+        """Queue the result's copy towards where it goes, if kernels did not write there."""
+        if out.device.type == "cuda" and not in_place(out):
+            out.copy_(self._dev["out"][: len(out)])
+        elif out.device.type != "cuda":
             self._host["out"][: len(out)].copy_(self._dev["out"][: len(out)], non_blocking=True)
 
     def take_out(self, out: torch.Tensor) -> None:

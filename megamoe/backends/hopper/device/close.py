@@ -15,14 +15,15 @@ FAILED = tl.constexpr(int(Word.FAILED))
 @triton.jit(do_not_specialize=["own_rank"])
 def close_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr):
     chain.after_previous()
+    rank = tl.arange(0, NUM_RANKS)
     if tl.load(control + FAILED, volatile=True) == 0:
-        none = tl.full((), 0, tl.int64)
-        flags.post(control, bases, flags.CLOSE_FLAG, none, own_rank, NUM_RANKS)
-        flags.wait(control, bases, flags.CLOSE_FLAG, (1 << NUM_RANKS) - 1, own_rank, NUM_RANKS)
+        flags.post(control, bases, flags.CLOSE_FLAG, 0, own_rank, rank)
+        flags.wait(control, bases, flags.CLOSE_FLAG, (1 << NUM_RANKS) - 1, own_rank, rank)
 
 
 @triton.jit(do_not_specialize=["own_rank"])
 def abort_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr):
     chain.after_previous()
+    rank = tl.arange(0, NUM_RANKS)
     missing = tl.full((), 1, tl.int64) << own_rank
-    flags.abort(control, bases, missing, own_rank, NUM_RANKS)
+    flags.abort(control, bases, missing, own_rank, rank)

@@ -29,6 +29,13 @@ DROPPED_SLOTS = tl.constexpr(int(Word.DROPPED_SLOTS))
 
 
 @triton.jit
+def aligned(address):
+    """An address that is a multiple of 16 as a pointer to bytes. The compiler cannot know that it is one, and would
+    move single elements."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+
+
+@triton.jit
 def count_table(control, bases, own_rank, NUM_RANKS: tl.constexpr, COUNTS_WORDS: tl.constexpr):
     """[source, destination] int32 rows, as all ranks told this one."""
     own = (tl.load(bases + own_rank) + tl.load(control + COUNTS_OFFSET)).to(tl.pointer_type(tl.int32))
@@ -37,19 +44,21 @@ def count_table(control, bases, own_rank, NUM_RANKS: tl.constexpr, COUNTS_WORDS:
 
 
 @triton.jit
-def _load_row(control, token, block, column, HIDDEN: tl.constexpr, QUANTIZED: tl.constexpr):
-    """Codes [blocks, 32] and scales [blocks] of a piece of a row, quantized here unless they came so."""
-    inside = column < HIDDEN
-    if QUANTIZED:
-        codes_in = tl.load(control + HIDDEN_PTR).to(tl.pointer_type(tl.uint8)) + token.to(tl.int64) * HIDDEN
-        sf_in = tl.load(control + SF_PTR).to(tl.pointer_type(tl.uint8)) + token.to(tl.int64) * (HIDDEN // 32)
-        scales = tl.load(sf_in + block, mask=block < HIDDEN // 32, other=0)
-        codes = tl.load(codes_in + column, mask=inside, other=0)
-        codes = tl.where((scales == SCALE_NAN)[:, None], 0, codes)
-    else:
-        row = tl.load(control + HIDDEN_PTR).to(tl.pointer_type(tl.bfloat16)) + token.to(tl.int64) * HIDDEN
-        codes, scales = quantize(tl.load(row + column, mask=inside, other=0.0).to(tl.float32))
-    return codes, scales
+def quantized_row(control, token, block, column, HIDDEN: tl.constexpr):
+    """Codes [blocks, 32] and scales [blocks] of a piece of a row that came quantized."""
+    row = tl.load(control + HIDDEN_PTR) + token.to(tl.int64) * HIDDEN
+    sf = (tl.load(control + SF_PTR) + token.to(tl.int64) * (HIDDEN // 32)).to(tl.pointer_type(tl.uint8))
+    scales = tl.load(sf + block, mask=block < HIDDEN // 32, other=0)
+    codes = tl.load(aligned(row) + column, mask=column < HIDDEN, other=0)
+    return tl.where((scales == SCALE_NAN)[:, None], 0, codes), scales
+
+
+@triton.jit
+def plain_row(control, token, column, HIDDEN: tl.constexpr):
+    """The same of a bf16 row, quantized here."""
+    row = aligned(tl.load(control + HIDDEN_PTR) + token.to(tl.int64) * (2 * HIDDEN))
+    value = tl.load(row.to(tl.pointer_type(tl.bfloat16)) + column, mask=column < HIDDEN, other=0.0)
+    return quantize(value.to(tl.float32))
 
 
 @triton.jit
@@ -67,11 +76,10 @@ def _owners(ids, token, NUM_TOPK: tl.constexpr, NUM_RANKS: tl.constexpr, EXPERTS
 
 @triton.jit
 def _store_meta(
-    address, ids, weights, token, dst,
-    NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, META_WORDS: tl.constexpr, META_BLOCK: tl.constexpr,
+    address, ids, weights, token, dst, word,
+    NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, META_WORDS: tl.constexpr,
 ):  # fmt: skip
     """int32 words beside a row: token, ids (-1 unless they are the destination's), weights."""
-    word = tl.arange(0, META_BLOCK)
     is_id = (word >= 1) & (word <= NUM_TOPK)
     is_weight = (word > NUM_TOPK) & (word <= 2 * NUM_TOPK)
     expert = tl.load(ids + token * NUM_TOPK + word - 1, mask=is_id, other=-1)
@@ -80,6 +88,41 @@ def _store_meta(
     weight = tl.load(weights + token * NUM_TOPK + word - 1 - NUM_TOPK, mask=is_weight, other=0)
     value = tl.where(word == 0, token, tl.where(is_id, expert, weight))
     tl.store(address.to(tl.pointer_type(tl.int32)) + word, value, mask=word < META_WORDS)
+
+
+@triton.jit
+def send_piece(
+    control, bases, token_index, first_slot, codes, scales, ids, weights, token, piece, block, column,
+    word, rank, own_rank,
+    NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, HIDDEN: tl.constexpr,
+    ROW_BYTES: tl.constexpr, META_WORDS: tl.constexpr, COMPACT: tl.constexpr,
+):  # fmt: skip
+    """A piece of a row to every rank that owns one of its experts; with the first piece, what stands beside the row.
+
+    first_slot [NUM_RANKS]: of this source at each destination. block [blocks], column [blocks, 32], word [at least
+    META_WORDS], rank [NUM_RANKS]: indices in the caller's layouts."""
+    owners, dropped = _owners(ids, token, NUM_TOPK, NUM_RANKS, EXPERTS_PER_RANK)
+    sent = 0
+    for dst in tl.static_range(NUM_RANKS):
+        slot = tl.sum(tl.where(rank == dst, first_slot, 0))
+        mine = (owners >> dst) & 1
+        if COMPACT:
+            slot += tl.load(token_index + token * NUM_RANKS + dst)
+        else:
+            slot += token
+        base = tl.load(bases + dst)
+        if mine == 1:
+            row = aligned(base + tl.load(control + ROWS_OFFSET) + slot.to(tl.int64) * ROW_BYTES)
+            tl.store(row + column, codes, mask=column < HIDDEN)
+            tl.store(row + HIDDEN + block, scales, mask=block < HIDDEN // 32)
+        if (piece == 0) & ((mine == 1) | (not COMPACT)):
+            meta = base + tl.load(control + META_OFFSET) + slot.to(tl.int64) * (META_WORDS * 4)
+            _store_meta(meta, ids, weights, token, dst, word, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS)
+            if dst != own_rank:
+                sent += mine * ROW_BYTES + META_WORDS * 4
+    if piece == 0:
+        tl.atomic_add(control + BYTES_SENT, sent.to(tl.int64), sem="relaxed")
+        tl.atomic_add(control + DROPPED_SLOTS, dropped.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["own_rank"])
@@ -95,14 +138,15 @@ def dispatch_kernel(
     ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
     weights = tl.load(control + WEIGHTS_PTR).to(tl.pointer_type(tl.int32))
     rank = tl.arange(0, NUM_RANKS)
+    word = tl.arange(0, META_BLOCK)
     ok = True
     if COMPACT:
-        ok, _ = flags.wait(control, bases, flags.COUNTS_FLAG, (1 << NUM_RANKS) - 1, own_rank, NUM_RANKS)
+        ok, _ = flags.wait(control, bases, flags.COUNTS_FLAG, (1 << NUM_RANKS) - 1, own_rank, rank)
         table = count_table(control, bases, own_rank, NUM_RANKS, COUNTS_WORDS)
         first_slot = tl.sum(tl.where(rank[:, None] < own_rank, table, 0), axis=0)
         info = tl.sum(tl.where(rank[:, None] == own_rank, table, 0), axis=0).to(tl.int64)
     else:
-        first_slot = own_rank * tl.load(control + CAPACITY).to(tl.int32) + tl.zeros([NUM_RANKS], tl.int32)
+        first_slot = own_rank * tl.load(control + CAPACITY).to(tl.int32) + 0 * rank
         info = tl.load(control + NUM_ROWS)
     if not ok:
         return
@@ -112,35 +156,17 @@ def dispatch_kernel(
         piece = item % PIECES
         block = piece * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
         column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-        codes, scales = _load_row(control, token, block, column, HIDDEN, QUANTIZED)
-        owners, dropped = _owners(ids, token, NUM_TOPK, NUM_RANKS, EXPERTS_PER_RANK)
-        sent = 0
-        for dst in tl.static_range(NUM_RANKS):
-            slot = tl.sum(tl.where(rank == dst, first_slot, 0))
-            mine = (owners >> dst) & 1
-            if COMPACT:
-                slot += tl.load(token_index + token * NUM_RANKS + dst)
-            else:
-                slot += token
-            base = tl.load(bases + dst)
-            if mine == 1:
-                row = (base + tl.load(control + ROWS_OFFSET) + slot.to(tl.int64) * ROW_BYTES).to(
-                    tl.pointer_type(tl.uint8)
-                )
-                tl.store(row + column, codes, mask=column < HIDDEN)
-                tl.store(row + HIDDEN + block, scales, mask=block < HIDDEN // 32)
-            if (piece == 0) & ((mine == 1) | (not COMPACT)):
-                meta = base + tl.load(control + META_OFFSET) + slot.to(tl.int64) * (META_WORDS * 4)
-                _store_meta(
-                    meta, ids, weights, token, dst, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, META_BLOCK
-                )
-                if dst != own_rank:
-                    sent += mine * ROW_BYTES + META_WORDS * 4
-        if piece == 0:
-            tl.atomic_add(control + BYTES_SENT, sent.to(tl.int64), sem="relaxed")
-            tl.atomic_add(control + DROPPED_SLOTS, dropped.to(tl.int64), sem="relaxed")
+        if QUANTIZED:
+            codes, scales = quantized_row(control, token, block, column, HIDDEN)
+        else:
+            codes, scales = plain_row(control, token, column, HIDDEN)
+        send_piece(
+            control, bases, token_index, first_slot, codes, scales, ids, weights, token, piece, block, column,
+            word, rank, own_rank,
+            NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, ROW_BYTES, META_WORDS, COMPACT,
+        )  # fmt: skip
     tl.debug_barrier()
     finished = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu")
     if finished == tl.num_programs(0) - 1:
         tl.store(ticket, 0)
-        flags.post(control, bases, flags.PAYLOAD_FLAG, info | tl.load(control + INFO), own_rank, NUM_RANKS)
+        flags.post(control, bases, flags.PAYLOAD_FLAG, info | tl.load(control + INFO), own_rank, rank)

@@ -4,6 +4,9 @@ An e4m3 code times its E8M0 scale is exact in bf16, so this is a change of layou
 kernel a block of 16 rows is [chunk][8 rows][4 pieces][lane][16 B], lane 4g + t holding 8 of K of row g's block t a
 piece; for the tiled kernel rows are row-major with K permuted inside each 128 (see wgmma_loop.py). Both take the
 same bytes. Columns past the row's end are zeros: weights there are zero, but zero times garbage need not be.
+
+A thread makes 16 bytes of the image, its place, of four pairs of codes: pairs that follow each other for the
+streaming kernel, one of each of the four groups of 32 for the tiled one.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import triton.language as tl
 from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.device import chain
 from megamoe.backends.hopper.device.index import STREAM_FLAG
-from megamoe.backends.hopper.device.quantize import dequantize
+from megamoe.backends.hopper.device.quantize import scale_of
+from megamoe.backends.hopper.device.dispatch import aligned
 from megamoe.backends.hopper.record import Word
 
 ROWS_OFFSET = tl.constexpr(int(Word.ROWS_OFFSET))
@@ -25,16 +29,76 @@ EXPAND_COLUMNS = 512
 
 
 @triton.jit
-def load_rows(
-    payload, slots, inside_row, column, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, PIECE: tl.constexpr
-):
-    """fp32 [ROWS, PIECE] of the payload rows in `slots`, zero past the row's end."""
-    base = payload + slots.to(tl.int64)[:, None] * ROW_BYTES
-    codes = tl.load(base + column[None, :], mask=inside_row[:, None] & (column < HIDDEN)[None, :], other=0)
-    block = tl.min(column) // 32 + tl.arange(0, PIECE // 32)
-    mask = inside_row[:, None] & (block < HIDDEN // 32)[None, :]
-    scales = tl.load(base + HIDDEN + block[None, :], mask=mask, other=0)
-    return dequantize(codes, scales, ROWS, PIECE)
+def payload_of(control, bases, own_rank):
+    """The rows that have come to this rank."""
+    return aligned(tl.load(bases + own_rank) + tl.load(control + ROWS_OFFSET))
+
+
+@triton.jit
+def _bf16_bits(code, scale):
+    value = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    return value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _store_places(image, place, pair, codes, exponents, mask):
+    """codes [places, 4]: two a word of 16 bits; exponents: their E8M0 bytes."""
+    scale = scale_of(exponents)
+    words = _bf16_bits(codes & 0xFF, scale) | (_bf16_bits((codes >> 8) & 0xFF, scale) << 16)
+    tl.store(image + place * 4 + pair, words, mask=mask)
+
+
+@triton.jit
+def _expand_streaming(
+    image, payload, slots, rows, block, first, place, pair,
+    HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Places in the order chunk, half, piece of 8 k, g, t."""
+    row = place // 128 % 2 * 8 + place // 4 % 8
+    column = first + place // 256 * 128 + place % 4 * 32 + place // 32 % 4 * 8
+    inside = (row < rows) & (column < HIDDEN)
+    slot = tl.load(slots + row, mask=inside, other=0).to(tl.int64)
+    codes_at = payload.to(tl.pointer_type(tl.int16)) + slot * (ROW_BYTES // 2) + column // 8 * 4
+    codes = tl.load(codes_at + pair, mask=inside, other=0)
+    exponents = tl.load(payload + slot * ROW_BYTES + HIDDEN + column // 32, mask=inside, other=0)
+    start = (block * COLUMNS + first).to(tl.int64) * (ROWS // 8)
+    _store_places(image, start + place, pair, codes, exponents, row < ROWS)
+
+
+@triton.jit
+def _expand_tiled(
+    image, payload, slots, rows, block, first, place, pair,
+    HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Places in the order row, chunk, two of K."""
+    row = place // (PIECE // 8)
+    group = (first // 128 + place % (PIECE // 8) // 16) * 4 + pair
+    inside = row < rows
+    slot = tl.load(slots + row, mask=inside, other=0).to(tl.int64)
+    mask = inside & (group < HIDDEN // 32)
+    codes_at = payload.to(tl.pointer_type(tl.int16)) + slot * (ROW_BYTES // 2)
+    codes = tl.load(codes_at + group * 16 + place % 16, mask=mask, other=0)
+    exponents = tl.load(payload + slot * ROW_BYTES + HIDDEN + group, mask=mask, other=0)
+    start = (block * ROWS + row).to(tl.int64) * (COLUMNS // 8) + first // 8 + place % (PIECE // 8)
+    _store_places(image, start, pair, codes, exponents, inside)
+
+
+@triton.jit
+def expand_piece(
+    image, payload, row_slot, block_info, block, first, place, pair,
+    HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """One block of 16 rows, the PIECE columns from `first` on. image: int32 words. place [2 * PIECE, 1], pair [1, 4]:
+    indices in the caller's layout."""
+    info = tl.load(block_info + block)
+    slots = row_slot + block * ROWS
+    rows = info & 0xFF
+    if info >= STREAM_FLAG:
+        _expand_streaming(image, payload, slots, rows, block, first, place, pair, HIDDEN, ROW_BYTES, COLUMNS)
+    else:
+        _expand_tiled(
+            image, payload, slots, rows, block, first, place, pair, HIDDEN, ROW_BYTES, COLUMNS, PIECE
+        )
 
 
 @triton.jit(do_not_specialize=["own_rank"])
@@ -43,27 +107,16 @@ def expand_kernel(
     own_rank, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, COLUMNS: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Persistent over (16 rows, PIECE columns). image: bf16 [padded rows, COLUMNS]."""
+    """Persistent over (16 rows, PIECE columns). image: bf16 [padded rows, COLUMNS], as int32."""
     chain.after_previous()
-    payload = (tl.load(bases + own_rank) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
+    payload = payload_of(control, bases, own_rank)
     num_items = tl.load(work + NUM_BLOCKS) * (COLUMNS // PIECE)
-    row = tl.arange(0, ROWS)
+    place = tl.arange(0, 2 * PIECE)[:, None]
+    pair = tl.arange(0, 4)[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        block = item // (COLUMNS // PIECE)
+        block = tl.full((), 0, tl.int32) + item // (COLUMNS // PIECE)
         first = item % (COLUMNS // PIECE) * PIECE
-        info = tl.load(block_info + block)
-        inside = row < (info & 0xFF)
-        slots = tl.load(row_slot + block * ROWS + row, mask=inside, other=0)
-        column = first + tl.arange(0, PIECE)
-        value = load_rows(payload, slots, inside, column, HIDDEN, ROW_BYTES, PIECE).to(tl.bfloat16)
-        out = image + block.to(tl.int64) * (ROWS * COLUMNS)
-        if info >= STREAM_FLAG:
-            # rows: half, g; columns: chunk, t, piece of 8, k -> chunk, half, piece, g, t, k
-            split = tl.reshape(value, [2, 8, PIECE // 128, 4, 4, 8])
-            streamed = tl.reshape(tl.permute(split, [2, 0, 4, 1, 3, 5]), [ROWS * PIECE])
-            tl.store(out + first * ROWS + tl.arange(0, ROWS * PIECE), streamed)
-        else:
-            # columns: chunk, t, step j, i, lo -> chunk, j, i, t, lo
-            steps = tl.reshape(value, [ROWS, PIECE // 128, 4, 8, 2, 2])
-            permuted = tl.reshape(tl.permute(steps, [0, 1, 3, 4, 2, 5]), [ROWS, PIECE])
-            tl.store(out + row[:, None] * COLUMNS + column[None, :], permuted, mask=inside[:, None])
+        expand_piece(
+            image, payload, row_slot, block_info, block, first, place, pair,
+            HIDDEN, ROW_BYTES, COLUMNS, PIECE,
+        )  # fmt: skip

@@ -4,6 +4,8 @@ A flag is written with one 8-byte store at system scope; its low half is the lau
 equality only, so that generations may wrap; bit 63 is always set, so that zeroed memory is no flag of epoch 0. Every
 wait also looks at the abort line and gives up after the launch's timeout: it then records who is missing, tells all
 peers, and the kernels that follow do nothing.
+
+`rank` in arguments is arange(num_ranks): Gluon kernels call these functions too, and bring it in a layout of theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 
 from megamoe.backends.hopper.device import chain
+from megamoe.backends.hopper import record
 from megamoe.backends.hopper.record import INFO_ERROR, INFO_FP8, INFO_ROWS_MASK, POSTED, Word
 from megamoe.layout import CACHE_LINE_BYTES, FlagKind
 
@@ -35,6 +38,7 @@ ERROR_BIT = tl.constexpr(INFO_ERROR)
 FP8_BIT = tl.constexpr(INFO_FP8)
 ROWS_MASK = tl.constexpr(INFO_ROWS_MASK)
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
+MAX_RANKS = tl.constexpr(record.MAX_RANKS)
 
 
 @triton.jit
@@ -64,57 +68,54 @@ def flag_line(control, kind):
 
 
 @triton.jit
-def post(control, bases, kind, info, own_rank, NUM_RANKS: tl.constexpr):
-    """Set this rank's flag of a kind at every rank. info: [NUM_RANKS] or scalar int64; what was written before by
+def post(control, bases, kind, info, own_rank, rank):
+    """Set this rank's flag of a kind at every rank. info: [num_ranks] or scalar int64; what was written before by
     this thread block, or by blocks that it has acquired from, is visible to whoever sees the flag."""
-    dst = tl.arange(0, NUM_RANKS)
-    address = tl.load(bases + dst) + flag_line(control, kind) + 8 * own_rank
+    address = tl.load(bases + rank) + flag_line(control, kind) + 8 * own_rank
     value = tl.load(control + EPOCH) | ((info | POSTED_BIT) << 32)
     tl.debug_barrier()
-    tl.atomic_xchg(word64(address), value + tl.zeros([NUM_RANKS], tl.int64), sem="release", scope="sys")
+    tl.atomic_xchg(word64(address), value + 0 * rank.to(tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def abort(control, bases, missing, own_rank, NUM_RANKS: tl.constexpr):
+def abort(control, bases, missing, own_rank, rank):
     """Post in every rank's abort line that the ranks of mask `missing` (int64) did not come to this launch."""
-    dst = tl.arange(0, NUM_RANKS)
-    address = tl.load(bases + dst) + tl.load(control + ABORTS_OFFSET) + 8 * own_rank
+    address = tl.load(bases + rank) + tl.load(control + ABORTS_OFFSET) + 8 * own_rank
     value = tl.load(control + EPOCH) | ((missing | POSTED_BIT) << 32)
-    tl.atomic_xchg(word64(address), value + tl.zeros([NUM_RANKS], tl.int64), sem="release", scope="sys")
+    tl.atomic_xchg(word64(address), value + 0 * rank.to(tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def _lacking(words, given_up, wanted, epoch, src):
+def _lacking(words, given_up, wanted, epoch, rank):
     """(mask of wanted ranks whose flags are not here, whether a peer gave this launch up)."""
     here = (words < 0) & ((words & LOW_HALF) == epoch)
     gone = (given_up < 0) & ((given_up & LOW_HALF) == epoch)
-    return tl.sum(tl.where(wanted & (here == 0), 1 << src, 0)), tl.sum(gone.to(tl.int32)) != 0
+    return tl.sum(tl.where(wanted & (here == 0), 1 << rank, 0)), tl.sum(gone.to(tl.int32)) != 0
 
 
 @triton.jit
-def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
-    """Wait for the flags of the ranks in the mask `needed`. Returns (all came, words [NUM_RANKS] int64).
+def wait(control, bases, kind, needed, own_rank, rank):
+    """Wait for the flags of the ranks in the mask `needed`. Returns (all came, words [num_ranks] int64).
 
     On a timeout, or when a peer gave this launch up, status words say who is missing and the result is False; so it
     is at once if an earlier wait of this launch failed.
     """
-    src = tl.arange(0, NUM_RANKS)
     own = tl.load(bases + own_rank)
-    line = word64(own + flag_line(control, kind) + 8 * src)
-    aborts = word64(own + tl.load(control + ABORTS_OFFSET) + 8 * src)
+    line = word64(own + flag_line(control, kind) + 8 * rank)
+    aborts = word64(own + tl.load(control + ABORTS_OFFSET) + 8 * rank)
     epoch = tl.load(control + EPOCH)
     timeout = tl.load(control + TIMEOUT_NS)
-    wanted = ((needed >> src) & 1) == 1
+    wanted = ((needed >> rank) & 1) == 1
     failed = tl.load(control + FAILED, volatile=True) != 0
     words = tl.load(line, volatile=True)
     given_up = tl.load(aborts, volatile=True)
-    lacking, gone = _lacking(words, given_up, wanted, epoch, src)
+    lacking, gone = _lacking(words, given_up, wanted, epoch, rank)
     started = now_ns()
     late = failed
     while (lacking != 0) & (gone == 0) & (late == 0):
         words = tl.load(line, volatile=True)
         given_up = tl.load(aborts, volatile=True)
-        lacking, gone = _lacking(words, given_up, wanted, epoch, src)
+        lacking, gone = _lacking(words, given_up, wanted, epoch, rank)
         late = now_ns() - started > timeout
     if (failed == 0) & gone:
         masks = tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), (given_up >> 32) & 0xFF, 0)
@@ -123,21 +124,20 @@ def wait(control, bases, kind, needed, own_rank, NUM_RANKS: tl.constexpr):
         tl.store(control + FAILED_SRC, -1)
         tl.store(control + FAILED, 1)
     elif (failed == 0) & (lacking != 0):
-        first = tl.min(tl.where(((lacking >> src) & 1) == 1, src, NUM_RANKS))
-        abort(control, bases, lacking.to(tl.int64), own_rank, NUM_RANKS)
+        first = tl.min(tl.where(((lacking >> rank) & 1) == 1, rank, MAX_RANKS))
+        abort(control, bases, lacking.to(tl.int64), own_rank, rank)
         tl.store(control + MISSING, lacking.to(tl.int64))
         tl.store(control + FAILED_KIND, kind)
         tl.store(control + FAILED_SRC, first)
-        tl.store(control + FAILED_SEEN, tl.sum(tl.where(src == first, words, 0)))
+        tl.store(control + FAILED_SEEN, tl.sum(tl.where(rank == first, words, 0)))
         tl.store(control + FAILED, 1)
     fence_system()
     return (lacking == 0) & (gone == 0) & (failed == 0), words
 
 
 @triton.jit
-def ranks_with_rows(control, NUM_RANKS: tl.constexpr):
+def ranks_with_rows(control, rank):
     """Mask of the ranks that bring rows by the agreed counts."""
-    rank = tl.arange(0, NUM_RANKS)
     agreed = tl.load(control + ROWS_PER_RANK + rank)
     return tl.sum(tl.where(agreed > 0, 1 << rank, 0))
 
@@ -148,8 +148,9 @@ def await_kernel(
 ):
     """One thread block waits, so that the many of the next kernel need not: see Kernels.await_flags."""
     chain.after_previous()
+    rank = tl.arange(0, NUM_RANKS)
     if ONLY_WITH_ROWS:
-        needed = ranks_with_rows(control, NUM_RANKS)
+        needed = ranks_with_rows(control, rank)
     else:
         needed = (1 << NUM_RANKS) - 1
-    wait(control, bases, KIND, needed, own_rank, NUM_RANKS)
+    wait(control, bases, KIND, needed, own_rank, rank)

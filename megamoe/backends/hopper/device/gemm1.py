@@ -75,47 +75,58 @@ def _stream_tile(
 
 
 @gluon.jit
-def gemm1_stream_kernel(
+def stream_tiles(
     image_out, units, out_factor, image, work, counters, limit, num_slots,
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, image block, rows, unused."""
-    after_previous_gluon()
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tid = gl.arange(0, 32 * WARPS, layout=threads)
     warp = tid >> 5
     lane = tid & 31
     first, stop = stream.tile_range(counters, num_slots, GROUPS)
-    if first >= stop:
-        return
-    weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
-    tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
-    words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
-    for tile in range(first, stop, OCCUPANCY):
-        entry = work + tile // GROUPS * 4
-        block = gl.load(entry + 1)
-        rows = gl.load(entry + 2)
-        factor = gl.load(out_factor + gl.load(entry))
-        following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
-        this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
-        next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
-        chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
-        if rows > 16:
-            words, scales = _stream_tile(
-                words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
-                CHUNKS, CHUNKS_OUT, WARPS, 3,
-            )  # fmt: skip
-        elif rows > 8:
-            words, scales = _stream_tile(
-                words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
-                CHUNKS, CHUNKS_OUT, WARPS, 2,
-            )  # fmt: skip
-        else:
-            words, scales = _stream_tile(
-                words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
-                CHUNKS, CHUNKS_OUT, WARPS, 1,
-            )  # fmt: skip
+    if first < stop:
+        weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
+        tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
+        words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
+        for tile in range(first, stop, OCCUPANCY):
+            entry = work + tile // GROUPS * 4
+            block = gl.load(entry + 1)
+            rows = gl.load(entry + 2)
+            factor = gl.load(out_factor + gl.load(entry))
+            following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
+            this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
+            next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
+            chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
+            if rows > 16:
+                words, scales = _stream_tile(
+                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
+                    CHUNKS, CHUNKS_OUT, WARPS, 3,
+                )  # fmt: skip
+            elif rows > 8:
+                words, scales = _stream_tile(
+                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
+                    CHUNKS, CHUNKS_OUT, WARPS, 2,
+                )  # fmt: skip
+            else:
+                words, scales = _stream_tile(
+                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
+                    CHUNKS, CHUNKS_OUT, WARPS, 1,
+                )  # fmt: skip
+
+
+@gluon.jit
+def gemm1_stream_kernel(
+    image_out, units, out_factor, image, work, counters, limit, num_slots,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
+    OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    after_previous_gluon()
+    stream_tiles(
+        image_out, units, out_factor, image, work, counters, limit, num_slots, CHUNKS, CHUNKS_OUT,
+        GROUPS, OCCUPANCY, WARPS,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -141,44 +152,55 @@ def _finish_tiled(
 
 
 @gluon.jit
-def gemm1_tiled_kernel(
+def tiled_tiles(
     image_out, units, out_factor, image, work, num_entries, limit, num_programs,
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
     AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, first image row, rows."""
-    after_previous_gluon()
     num_tiles = gl.load(num_entries) * GROUPS
     first = gl.program_id(0)
-    if first >= num_tiles:
-        return
-    words_off, scales_off = tiled.thread_offsets()
-    row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
-    memory, bars = tiled.open_ring(image, row, STAGES)
-    chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for tile in range(first, num_tiles, num_programs):
-        row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
-        more = tile + num_programs < num_tiles
-        next_row, next_at = tiled.tile_origin(
-            units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
-        )
-        acc, chunks, slot, phase = tiled.multiply(
-            chunks, image, memory, bars, slot, phase, row, next_row, more,
-            at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N,
-        )  # fmt: skip
-        entry = work + tile // GROUPS * 4
-        factor = gl.load(out_factor + gl.load(entry))
-        _finish_tiled(
-            acc,
-            factor,
-            limit,
-            image_out,
-            row,
-            tile % GROUPS,
-            gl.load(entry + 2),
-            CHUNKS_OUT * 128,
-            BLOCK_N,
-        )
+    if first < num_tiles:
+        words_off, scales_off = tiled.thread_offsets()
+        row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
+        memory, bars = tiled.open_ring(image, row, STAGES)
+        chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        for tile in range(first, num_tiles, num_programs):
+            row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
+            more = tile + num_programs < num_tiles
+            next_row, next_at = tiled.tile_origin(
+                units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
+            )
+            acc, chunks, slot, phase = tiled.multiply(
+                chunks, image, memory, bars, slot, phase, row, next_row, more,
+                at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
+                CHUNKS, AHEAD, STAGES, BLOCK_N,
+            )  # fmt: skip
+            entry = work + tile // GROUPS * 4
+            factor = gl.load(out_factor + gl.load(entry))
+            _finish_tiled(
+                acc,
+                factor,
+                limit,
+                image_out,
+                row,
+                tile % GROUPS,
+                gl.load(entry + 2),
+                CHUNKS_OUT * 128,
+                BLOCK_N,
+            )
+
+
+@gluon.jit
+def gemm1_tiled_kernel(
+    image_out, units, out_factor, image, work, num_entries, limit, num_programs,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    after_previous_gluon()
+    tiled_tiles(
+        image_out, units, out_factor, image, work, num_entries, limit, num_programs, CHUNKS,
+        CHUNKS_OUT, GROUPS, AHEAD, STAGES, BLOCK_N,
+    )  # fmt: skip

@@ -28,6 +28,8 @@ def store_rows(
     feature = first_feature + gl.arange(0, width, layout=gl.SliceLayout(0, layout))
     inside = token < rows
     address = gl.load(row_address + first_row + token, mask=inside, other=0)
+    # Rows begin at multiples of 16 bytes; told so, the compiler stores pieces of a row and not single values.
+    row = gl.multiple_of(address.to(gl.pointer_type(gl.uint8)), 16)[:, None]
     mask = inside[:, None] & (feature < HIDDEN)[None, :]
     if FP8:
         weight = gl.load(row_weight + first_row + token, mask=inside, other=0.0)
@@ -36,8 +38,7 @@ def store_rows(
         scaled = blocks * power_of_two(254 - gl.expand_dims(exponent, 2))
         scaled = gl.where(gl.expand_dims(bad, 2), 0.0, scaled)
         codes = gl.reshape(scaled.to(gl.float8e4nv), [num_tokens, width]).to(gl.uint8, bitcast=True)
-        byte = (address[:, None] + feature[None, :]).to(gl.pointer_type(gl.uint8))
-        gl.store(byte, gl.convert_layout(codes, layout), mask=mask)
+        gl.store(row + feature[None, :], gl.convert_layout(codes, layout), mask=mask)
         scale = gl.where(bad, 255, exponent).to(gl.uint8)
         by_token: gl.constexpr = gl.SliceLayout(1, scale.type.layout)
         by_block: gl.constexpr = gl.SliceLayout(0, scale.type.layout)
@@ -46,8 +47,7 @@ def store_rows(
         mask = gl.convert_layout(inside, by_token)[:, None] & (block * 32 < HIDDEN)[None, :]
         gl.store(base.to(gl.pointer_type(gl.uint8)), scale, mask=mask)
     else:
-        value = (address[:, None] + feature[None, :] * 2).to(gl.pointer_type(gl.bfloat16))
-        gl.store(value, y.to(gl.bfloat16), mask=mask)
+        gl.store(row.to(gl.pointer_type(gl.bfloat16)) + feature[None, :], y.to(gl.bfloat16), mask=mask)
 
 
 @gluon.jit
@@ -93,47 +93,95 @@ def _stream_tile(
 
 
 @gluon.jit
-def gemm2_stream_kernel(
+def stream_tiles(
     row_address, row_weight, units, out_factor, image, work, counters, num_slots,
     HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Persistent over (entry, 128 features of the hidden dimension). work: as for GEMM1."""
-    after_previous_gluon()
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tid = gl.arange(0, 32 * WARPS, layout=threads)
     warp = tid >> 5
     lane = tid & 31
     first, stop = stream.tile_range(counters, num_slots, GROUPS)
-    if first >= stop:
-        return
-    weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
-    tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
-    words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
-    for tile in range(first, stop, OCCUPANCY):
-        entry = work + tile // GROUPS * 4
-        block = gl.load(entry + 1)
-        rows = gl.load(entry + 2)
-        factor = gl.load(out_factor + gl.load(entry))
-        following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
-        this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
-        next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
-        chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
-        if rows > 16:
-            words, scales = _stream_tile(
-                words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
-                tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 3,
+    if first < stop:
+        weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
+        tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
+        words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
+        for tile in range(first, stop, OCCUPANCY):
+            entry = work + tile // GROUPS * 4
+            block = gl.load(entry + 1)
+            rows = gl.load(entry + 2)
+            factor = gl.load(out_factor + gl.load(entry))
+            following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
+            this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
+            next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
+            chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
+            if rows > 16:
+                words, scales = _stream_tile(
+                    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
+                    tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 3,
+                )  # fmt: skip
+            elif rows > 8:
+                words, scales = _stream_tile(
+                    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
+                    tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 2,
+                )  # fmt: skip
+            else:
+                words, scales = _stream_tile(
+                    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
+                    tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 1,
+                )  # fmt: skip
+
+
+@gluon.jit
+def gemm2_stream_kernel(
+    row_address, row_weight, units, out_factor, image, work, counters, num_slots,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
+    OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    after_previous_gluon()
+    stream_tiles(
+        row_address, row_weight, units, out_factor, image, work, counters, num_slots, HIDDEN,
+        CHUNKS, GROUPS, FP8, OCCUPANCY, WARPS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def tiled_tiles(
+    row_address, row_weight, units, out_factor, image, work, num_entries, num_programs,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Persistent over (entry, 128 features). work: int32 [entries, 4]: expert, first image row, rows, unused."""
+    num_tiles = gl.load(num_entries) * GROUPS
+    first = gl.program_id(0)
+    if first < num_tiles:
+        words_off, scales_off = tiled.thread_offsets()
+        row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
+        memory, bars = tiled.open_ring(image, row, STAGES)
+        chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        out: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+        for tile in range(first, num_tiles, num_programs):
+            row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
+            more = tile + num_programs < num_tiles
+            next_row, next_at = tiled.tile_origin(
+                units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
+            )
+            acc, chunks, slot, phase = tiled.multiply(
+                chunks, image, memory, bars, slot, phase, row, next_row, more,
+                at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
+                CHUNKS, AHEAD, STAGES, BLOCK_N,
             )  # fmt: skip
-        elif rows > 8:
-            words, scales = _stream_tile(
-                words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
-                tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 2,
-            )  # fmt: skip
-        else:
-            words, scales = _stream_tile(
-                words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
-                tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 1,
-            )  # fmt: skip
+            entry = work + tile // GROUPS * 4
+            y = acc * gl.load(out_factor + gl.load(entry))
+            if not FP8:
+                # Rounded before it crosses shared memory: half the bytes.
+                y = y.to(gl.bfloat16)
+            y = gl.convert_layout(gl.permute(y, (1, 0)), out)
+            store_rows(y, row_address, row_weight, row, gl.load(entry + 2), tile % GROUPS * 128, HIDDEN, FP8)
 
 
 @gluon.jit
@@ -142,34 +190,8 @@ def gemm2_tiled_kernel(
     HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
     AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 features). work: int32 [entries, 4]: expert, first image row, rows, unused."""
     after_previous_gluon()
-    num_tiles = gl.load(num_entries) * GROUPS
-    first = gl.program_id(0)
-    if first >= num_tiles:
-        return
-    words_off, scales_off = tiled.thread_offsets()
-    row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
-    memory, bars = tiled.open_ring(image, row, STAGES)
-    chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    out: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
-    for tile in range(first, num_tiles, num_programs):
-        row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
-        more = tile + num_programs < num_tiles
-        next_row, next_at = tiled.tile_origin(
-            units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
-        )
-        acc, chunks, slot, phase = tiled.multiply(
-            chunks, image, memory, bars, slot, phase, row, next_row, more,
-            at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N,
-        )  # fmt: skip
-        entry = work + tile // GROUPS * 4
-        y = acc * gl.load(out_factor + gl.load(entry))
-        if not FP8:
-            # Rounded before it crosses shared memory: half the bytes.
-            y = y.to(gl.bfloat16)
-        y = gl.convert_layout(gl.permute(y, (1, 0)), out)
-        store_rows(y, row_address, row_weight, row, gl.load(entry + 2), tile % GROUPS * 128, HIDDEN, FP8)
+    tiled_tiles(
+        row_address, row_weight, units, out_factor, image, work, num_entries, num_programs, HIDDEN,
+        CHUNKS, GROUPS, FP8, AHEAD, STAGES, BLOCK_N,
+    )  # fmt: skip

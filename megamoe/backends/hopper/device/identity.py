@@ -6,8 +6,36 @@ import triton
 import triton.language as tl
 
 from megamoe.backends.hopper.device import chain
-from megamoe.backends.hopper.device.expand import NUM_BLOCKS, ROWS, ROWS_OFFSET, load_rows
-from megamoe.backends.hopper.device.quantize import quantize
+from megamoe.backends.hopper.device.dispatch import aligned
+from megamoe.backends.hopper.device.expand import NUM_BLOCKS, ROWS, payload_of
+from megamoe.backends.hopper.device.quantize import quantize, scale_of
+
+
+@triton.jit
+def return_piece(
+    payload, row_slot, row_address, row_weight, block_info, block, first, unit, within,
+    HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One block of 16 rows, from MX block `first` on: payload rows -> result rows at their sources. unit [16 * number
+    of MX blocks], within [1, 32]: indices in the caller's layouts."""
+    row = unit % ROWS
+    sf = first + unit // ROWS
+    inside = (row < (tl.load(block_info + block) & 0xFF)) & (sf < HIDDEN // 32)
+    place = block * ROWS + row
+    base = tl.load(row_slot + place, mask=inside, other=0).to(tl.int64) * ROW_BYTES
+    column = (sf * 32)[:, None] + within
+    codes = tl.load(payload + (base[:, None] + column), mask=inside[:, None], other=0)
+    scales = tl.load(payload + (base + HIDDEN + sf), mask=inside, other=0)
+    value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale_of(scales)[:, None]
+    address = tl.load(row_address + place, mask=inside, other=0)
+    out = aligned(address)[:, None]
+    if FP8:
+        weight = tl.load(row_weight + place, mask=inside, other=0.0)
+        codes, scales = quantize(value * weight[:, None])
+        tl.store(out + column, codes, mask=inside[:, None])
+        tl.store((address + HIDDEN + sf).to(tl.pointer_type(tl.uint8)), scales, mask=inside)
+    else:
+        tl.store(out.to(tl.pointer_type(tl.bfloat16)) + column, value.to(tl.bfloat16), mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["own_rank"])
@@ -16,29 +44,15 @@ def identity_kernel(
     own_rank, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, FP8: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Persistent over (16 rows, PIECE columns): payload rows -> result rows at their sources."""
+    """Persistent over (16 rows, PIECE columns)."""
     chain.after_previous()
-    payload = (tl.load(bases + own_rank) + tl.load(control + ROWS_OFFSET)).to(tl.pointer_type(tl.uint8))
+    payload = payload_of(control, bases, own_rank)
     PIECES: tl.constexpr = (HIDDEN + PIECE - 1) // PIECE
     num_items = tl.load(work + NUM_BLOCKS) * PIECES
-    row = tl.arange(0, ROWS)
+    unit = tl.arange(0, ROWS * (PIECE // 32))
+    within = tl.arange(0, 32)[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        block = item // PIECES
-        column = item % PIECES * PIECE + tl.arange(0, PIECE)
-        inside = row < (tl.load(block_info + block) & 0xFF)
-        slots = tl.load(row_slot + block * ROWS + row, mask=inside, other=0)
-        value = load_rows(payload, slots, inside, column, HIDDEN, ROW_BYTES, PIECE)
-        address = tl.load(row_address + block * ROWS + row, mask=inside, other=0)
-        mask = inside[:, None] & (column < HIDDEN)[None, :]
-        if FP8:
-            weight = tl.load(row_weight + block * ROWS + row, mask=inside, other=0.0)
-            codes, scales = quantize(tl.reshape(value * weight[:, None], [ROWS * (PIECE // 32), 32]))
-            out = (address[:, None] + column[None, :]).to(tl.pointer_type(tl.uint8))
-            tl.store(out, tl.reshape(codes, [ROWS, PIECE]), mask=mask)
-            sf = item % PIECES * (PIECE // 32) + tl.arange(0, PIECE // 32)
-            out = (address[:, None] + HIDDEN + sf[None, :]).to(tl.pointer_type(tl.uint8))
-            mask = inside[:, None] & (sf < HIDDEN // 32)[None, :]
-            tl.store(out, tl.reshape(scales, [ROWS, PIECE // 32]), mask=mask)
-        else:
-            out = (address[:, None] + column[None, :] * 2).to(tl.pointer_type(tl.bfloat16))
-            tl.store(out, value.to(tl.bfloat16), mask=mask)
+        return_piece(
+            payload, row_slot, row_address, row_weight, block_info, item // PIECES, item % PIECES * (PIECE // 32),
+            unit, within, HIDDEN, ROW_BYTES, FP8,
+        )  # fmt: skip

@@ -53,4 +53,4 @@ def prepare_kernel(
     for peer in tl.static_range(NUM_RANKS):
         row = (tl.load(bases + peer) + offset).to(tl.pointer_type(tl.int32))
         tl.store(row + dst, counts)
-    flags.post(control, bases, flags.COUNTS_FLAG, tl.load(control + INFO), own_rank, NUM_RANKS)
+    flags.post(control, bases, flags.COUNTS_FLAG, tl.load(control + INFO), own_rank, dst)

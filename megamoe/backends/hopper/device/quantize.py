@@ -29,9 +29,14 @@ def quantize(blocks):
 
 
 @triton.jit
+def scale_of(scales):
+    """E8M0 bytes -> fp32; 255 gives NaN."""
+    exponent = scales.to(tl.int32)
+    return tl.where(exponent == SCALE_NAN, float("nan"), power_of_two(tl.minimum(exponent, 254)))
+
+
+@triton.jit
 def dequantize(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """codes [ROWS, COLUMNS] uint8, scales [ROWS, COLUMNS / 32] uint8 -> fp32; scale 255 gives NaN."""
     value = tl.reshape(codes.to(tl.float8e4nv, bitcast=True).to(tl.float32), [ROWS, COLUMNS // 32, 32])
-    exponent = scales.to(tl.int32)
-    factor = tl.where(exponent == SCALE_NAN, float("nan"), power_of_two(tl.minimum(exponent, 254)))
-    return tl.reshape(value * factor[:, :, None], [ROWS, COLUMNS])
+    return tl.reshape(value * scale_of(scales)[:, :, None], [ROWS, COLUMNS])
