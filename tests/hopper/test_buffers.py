@@ -85,7 +85,6 @@ def test_private_tables_are_what_the_plan_says() -> None:
     assert heap.numel() == layout.num_bytes
     buffers = RankBuffers(layout, rank=0, heap_addresses=[heap.data_ptr()] * 8, device=CPU)
     held = (buffers.image, buffers.middle, buffers.row_slot, buffers.row_address, buffers.row_weight)
-    held += (buffers.row_return,)
     tables = (*held, buffers.block_info, buffers.work, buffers.token_index)
     assert sum(table.numel() * table.itemsize for table in tables) == buffers.num_bytes
 

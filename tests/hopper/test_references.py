@@ -26,7 +26,7 @@ COUNTS = (16, 0, 5, 16, 1, 9, 16, 3)
 PATHS = [Path.FIXED_SLOT, Path.COMPACT]
 
 
-def lockstep(row_format: RowFormat = RowFormat.BF16, *, apart: bool = False) -> Lockstep:
+def lockstep(row_format: RowFormat = RowFormat.BF16) -> Lockstep:
     deployment = Deployment(
         shape=SHAPE,
         backend="hopper",
@@ -36,7 +36,7 @@ def lockstep(row_format: RowFormat = RowFormat.BF16, *, apart: bool = False) -> 
         large_m_capacity=16,
         combine_row_format=row_format,
     )
-    return Lockstep(plan_bundle(deployment), torch.device("cpu"), apart=apart)
+    return Lockstep(plan_bundle(deployment), torch.device("cpu"))
 
 
 def batches(
@@ -57,12 +57,11 @@ def batches(
     return out
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_transport_is_bitwise(path: Path, distribution: str, row_format: RowFormat, apart: bool) -> None:
-    group = lockstep(row_format, apart=apart)
+def test_transport_is_bitwise(path: Path, distribution: str, row_format: RowFormat) -> None:
+    group = lockstep(row_format)
     rows = batches(distribution, exact=True)
     got = group.forward(rows, [IDENTITY] * 8, path, epoch=0xFFFFFFFF)
     for batch, out in zip(rows, got, strict=True):

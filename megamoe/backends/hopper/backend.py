@@ -131,7 +131,7 @@ class HopperBackend:
             layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
         )
         self._staging = Staging(bundle.shape, layout.capacity, self.device)
-        device = Device(properties.multi_processor_count, devices.count(devices[rank]), len(set(devices)) > 1)
+        device = Device(properties.multi_processor_count, devices.count(devices[rank]))
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
             small_m = gemm_plans(bundle, Path.SMALL_M) if bundle.deployment.small_m_enabled else ()
@@ -371,7 +371,6 @@ def _gemm2(kernels: Kernels, call: _Call) -> None:
         kernels.identity()
     else:
         kernels.gemm2(call.layer, call.gemms)
-    kernels.send_back()
 
 
 def _combine(kernels: Kernels, call: _Call) -> None:

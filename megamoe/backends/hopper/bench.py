@@ -182,9 +182,7 @@ class GroupBench:
             reach_peers(heaps, device)
             buffers = RankBuffers(layout, rank=rank, heap_addresses=addresses, device=device)
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            kernels = Kernels(
-                buffers, Device(sms, numbers.count(numbers[rank]), len(set(numbers)) > 1), row_format
-            )
+            kernels = Kernels(buffers, Device(sms, numbers.count(numbers[rank])), row_format)
             self.ranks.append(RankBench(heaps[rank], kernels))
         layers: dict[torch.device, BoundLayer] = {}
         for rank_bench, device in zip(self.ranks, self.devices, strict=True):
@@ -283,7 +281,6 @@ class RankBench:
         self.before_gemms(path, gemms, call)
         self.kernels.gemm1(layer, gemms)
         self.kernels.gemm2(layer, gemms)
-        self.kernels.send_back()
         self.kernels.combine(self.batch.num_rows)
 
 

@@ -65,7 +65,6 @@ class RankBuffers:
         self.token_index = table(layout.capacity * self.shape.num_ranks, torch.int32)
         self.row_slot = table(rows, torch.int32)
         self.row_address = table(rows, torch.int64)
-        self.row_return = table(rows, torch.int64)
         self.row_weight = table(rows, torch.float32)
         self.block_info = table(sizes.num_blocks, torch.int32)
         self.work = table(sizes.work_words, torch.int32)

@@ -23,7 +23,6 @@ from megamoe.backends.hopper.device import (
     identity,
     index,
     prepare,
-    send_back,
 )
 from megamoe.backends.hopper.packing import PackedMatrix
 from megamoe.backends.hopper.plan import (
@@ -43,17 +42,14 @@ from megamoe.layout import FlagKind
 _BLOCK = 1024
 """Columns that a thread block of dispatch or combine handles at a time."""
 _PREPARE_TOKENS = 512
-_SEND_WORDS = 1024
 
 
 @dataclass(frozen=True)
 class Device:
-    """What grids follow from. num_virtual_ranks: ranks of the group that share this GPU. apart: some of its ranks are
-    on other GPUs, so that result rows go back in a step of their own."""
+    """What grids follow from. num_virtual_ranks: ranks of the group that share this GPU."""
 
     num_sms: int
     num_virtual_ranks: int = 1
-    apart: bool = False
 
     @property
     def share(self) -> int:
@@ -143,11 +139,9 @@ class Kernels:
             b.bases,
             b.row_slot,
             b.row_address,
-            b.row_return,
             b.row_weight,
             b.block_info,
             b.work,
-            b.image,
             b.sizes.stream_offset,
             b.sizes.tiled_offset,
             gemms.stream_max_rows,
@@ -157,8 +151,6 @@ class Kernels:
             COUNTS_WORDS=b.layout.counts_words,
             RESULT_STRIDE=b.layout.result_bytes,
             RESULT_BYTES=self.result_bytes,
-            IMAGE_STRIDE=2 * b.sizes.image_columns,
-            APART=self.device.apart,
             COMPACT=compact,
             BLOCK_N=gemms.block_n,
             BLOCK_TOKENS=index_block_tokens(shape, capacity),
@@ -342,23 +334,6 @@ class Kernels:
             maxnreg=128,
         )
 
-    def send_back(self) -> None:
-        """Peers' rows to their sources, where GEMM2 could not store them there itself."""
-        if not self.device.apart:
-            return
-        b = self.buffers
-        send_back.send_back_kernel[(8 * self.device.share,)](
-            b.row_return,
-            b.image.view(torch.int32),
-            b.block_info,
-            b.work,
-            WORDS=-(-self.result_bytes // 16) * 4,
-            STRIDE=b.sizes.image_columns // 2,
-            BLOCK=_SEND_WORDS,
-            num_warps=4,
-            **self._chain,
-        )
-
     def post_return(self) -> None:
         b = self.buffers
         combine.post_return_kernel[(1,)](
@@ -427,7 +402,6 @@ class Kernels:
                     self.index(gemms, capacity, compact=compact)
         self.expand()
         self.identity()
-        self.send_back()
         for gemms in plans:
             self.gemm1(layer, gemms)
             self.gemm2(layer, gemms)

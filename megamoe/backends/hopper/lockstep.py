@@ -52,8 +52,6 @@ class Lockstep:
     device: torch.device
     kernels: Sequence[Any] = ()
     """megamoe.backends.hopper.kernels.Kernels of each rank; empty: references only."""
-    apart: bool = False
-    """Of the references: as if the ranks were on different GPUs."""
     group: Group = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,14 +127,13 @@ class Lockstep:
         for rank in ranks:
             references.dispatch(group, rank, batches[rank], compact=compact)
         for rank in ranks:
-            references.index(group, rank, gemms, compact=compact, apart=self.apart)
+            references.index(group, rank, gemms, compact=compact)
             if layers[rank].w13 is None:
                 references.identity(group, rank, row_format)
             else:
                 references.expand(group, rank)
                 references.gemm1(group, rank, layers[rank])
                 references.gemm2(group, rank, layers[rank], row_format)
-            references.send_back(group, rank, row_format)
             references.post_return(group, rank, row_format)
         return [references.combine(group, rank, batches[rank], row_format) for rank in ranks]
 
@@ -161,7 +158,6 @@ class Lockstep:
                 kernels.expand()
                 kernels.gemm1(layer, gemms)
                 kernels.gemm2(layer, gemms)
-            kernels.send_back()
             kernels.post_return()
         for kernels in self.kernels:
             kernels.combine(most, post=False)

@@ -48,21 +48,46 @@ def stream_entries(count: int) -> tuple[int, ...]:
     return (count,) if count <= WIDEST_ROWS else (BLOCK_ROWS, count - BLOCK_ROWS)
 
 
+def _place_at(cost: int, numbers: tuple[int, int, int]) -> int:
+    """Which one is reached at a cost from the start, of `numbers` that cost STREAM_COSTS each."""
+    place = 0
+    for number, each in zip(numbers, STREAM_COSTS, strict=True):
+        here = min(cost, number * each)
+        place += here // each
+        cost -= here
+    return place
+
+
 def stream_range(slot: int, num_slots: int, num_tiles: tuple[int, int, int]) -> tuple[int, int]:
     """Tiles [first, stop) of one multiprocessor by equal cost; num_tiles: of entries of up to 8, 16 and 24 rows, which
     are numbered in that order (device code: stream_loop.tile_range). Contiguous, so that tiles of an expert find its
     tokens in L1."""
 
-    def tile_at(cost: int) -> int:
-        tile = 0
-        for number, each in zip(num_tiles, STREAM_COSTS, strict=True):
-            here = min(cost, number * each)
-            tile += here // each
-            cost -= here
-        return tile
-
     total = sum(number * each for number, each in zip(num_tiles, STREAM_COSTS, strict=True))
-    return tile_at(total * slot // num_slots), tile_at(total * (slot + 1) // num_slots)
+    return _place_at(total * slot // num_slots, num_tiles), _place_at(
+        total * (slot + 1) // num_slots, num_tiles
+    )
+
+
+def stream_half_range(
+    slot: int, num_slots: int, half: int, num_entries: tuple[int, int, int], groups: int
+) -> tuple[int, int]:
+    """Tiles [first, stop) of one multiprocessor in one half of the entries (device code: stream_loop.half_range)."""
+
+    def cost_of(entries: int) -> int:
+        cost = 0
+        for number, each in zip(num_entries, STREAM_COSTS, strict=True):
+            cost += min(entries, number) * each
+            entries -= min(entries, number)
+        return cost
+
+    total = cost_of(sum(num_entries))
+    middle = _place_at(total // 2, num_entries)
+    begin, end = ((0, cost_of(middle)), (cost_of(middle), total))[half]
+    tiles = (num_entries[0] * groups, num_entries[1] * groups, num_entries[2] * groups)
+    spread = (end - begin) * groups
+    first = _place_at(begin * groups + spread * slot // num_slots, tiles)
+    return first, _place_at(begin * groups + spread * (slot + 1) // num_slots, tiles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +120,8 @@ class TiledPlan:
     occupancy: int
 
 
-_SMALL_M_TILED = {
-    # Few tokens in shared memory: what is left is L1, where the streaming kernel keeps its own.
-    32: TiledPlan(block_n=32, stages=3, chunks_per_stage=1, ahead=4, num_regs=128, occupancy=2),
-    64: TiledPlan(block_n=64, stages=3, chunks_per_stage=1, ahead=4, num_regs=128, occupancy=2),
-}
+_SMALL_M_TILED = TiledPlan(block_n=32, stages=3, chunks_per_stage=1, ahead=4, num_regs=128, occupancy=2)
+"""Few tokens in shared memory: what is left of it is L1, where the streaming kernel keeps its own."""
 _TILED = {
     32: TiledPlan(block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
     64: TiledPlan(block_n=64, stages=3, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
@@ -119,8 +141,7 @@ class GemmPlan:
 
     def tiled(self, num_columns: int) -> TiledPlan:
         """The tiled kernel's settings for a matrix with that many columns (before padding)."""
-        both = self.one_launch and self.stream_max_rows > 0
-        plan = (_SMALL_M_TILED if both else _TILED)[self.block_n]
+        plan = _SMALL_M_TILED if self.one_launch and self.block_n == 32 else _TILED[self.block_n]
         num_chunks = padded_columns(num_columns) // CHUNK
         if num_chunks // plan.chunks_per_stage >= plan.stages - 1:
             return plan
@@ -150,7 +171,9 @@ def plan_small_m(
 ) -> GemmPlan:
     """The same choice for the one launch of small_m, whose thread blocks have the registers of SMALL_M."""
     gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows)
-    return replace(gemms, block_n=min(gemms.block_n, SMALL_M_BLOCK_N), one_launch=True)
+    mostly_streaming = gemms.stream_max_rows == STREAM_LIMIT
+    block_n = MIN_BLOCK_N if mostly_streaming else min(gemms.block_n, SMALL_M_BLOCK_N)
+    return replace(gemms, block_n=block_n, one_launch=True)
 
 
 _BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (
@@ -233,7 +256,7 @@ class TableSizes:
     def num_bytes(self) -> int:
         """Bytes of all private tables and images."""
         images = 2 * self.padded_rows * (self.image_columns + self.middle_columns)
-        rows = self.padded_rows * (4 + 4 + 8 + 8) + 4 * self.num_blocks
+        rows = self.padded_rows * (4 + 4 + 8) + 4 * self.num_blocks
         return images + rows + 4 * self.work_words + 4 * self.capacity * self.shape.num_ranks
 
 

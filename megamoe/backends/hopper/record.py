@@ -65,7 +65,9 @@ class Word(IntEnum):
     INDEXED = 49
     EXPANDED = 50
     MULTIPLIED = 51
-    RETURNED = 52
+    """Two words, one a half of the entries."""
+    RETURNED = 53
+    ANSWERED = 54
 
 
 FIRST_STATUS = int(Word.FAILED)

@@ -13,7 +13,7 @@ import torch
 
 from megamoe import mx
 from megamoe.backends.hopper import packing, record
-from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, result_bytes
+from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers
 from megamoe.backends.hopper.plan import (
     BLOCK_ROWS,
     COUNTER_WORDS,
@@ -180,13 +180,9 @@ def _routed_rows(group: Group, rank: int, *, compact: bool) -> tuple[torch.Tenso
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
-def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool, apart: bool = False) -> None:
-    """Routed rows by expert in order (source, token, slot), and the GEMMs' work entries.
-
-    apart: peers' results stay in the image until send_back.
-    """
+def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool) -> None:
+    """Routed rows by expert in order (source, token, slot), and the GEMMs' work entries."""
     buffers = group.ranks[rank]
-    own = int(buffers.bases[rank])
     experts, slots, addresses, weights = _routed_rows(group, rank, compact=compact)
     counts = torch.bincount(experts, minlength=buffers.shape.num_experts_per_rank).tolist()
     stream: list[list[tuple[int, int, int, int]]] = [[] for _ in STREAM_COSTS]
@@ -195,15 +191,7 @@ def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool, apart: boo
         mine = (experts == expert).nonzero().flatten()
         first, last = cuts.first_row, cuts.first_row + len(mine)
         buffers.row_slot[first:last] = slots[mine].int()
-        homes = addresses[mine]
-        if apart:
-            places = torch.arange(first, last, device=homes.device)
-            here = buffers.image.data_ptr() + places * (2 * buffers.sizes.image_columns)
-            is_own = (homes >= own) & (homes < own + group.heaps[rank].numel())
-            buffers.row_address[first:last] = torch.where(is_own, homes, here)
-            buffers.row_return[first:last] = torch.where(is_own, 0, homes)
-        else:
-            buffers.row_address[first:last] = homes
+        buffers.row_address[first:last] = addresses[mine]
         buffers.row_weight[first:last] = weights[mine]
         for start in range(0, len(mine), BLOCK_ROWS):
             block_rows = min(len(mine) - start, BLOCK_ROWS)
@@ -308,11 +296,10 @@ def gemm1(group: Group, rank: int, layer: BoundLayer) -> None:
             buffers.middle[first : first + count] = packing.to_tiled_order(h)
 
 
-def _write_rows(group: Group, rank: int, addresses: torch.Tensor, rows: torch.Tensor) -> None:
-    """rows [n, bytes] uint8 to their addresses, in any rank's heap or in this rank's image."""
-    image = group.ranks[rank].image.view(torch.uint8).flatten()
+def _write_rows(group: Group, addresses: torch.Tensor, rows: torch.Tensor) -> None:
+    """rows [n, bytes] uint8 to their addresses, in any rank's heap."""
     columns = torch.arange(rows.shape[1], device=rows.device)
-    for memory in (*group.heaps, image):
+    for memory in group.heaps:
         offset = addresses - memory.data_ptr()
         mine = ((offset >= 0) & (offset < memory.numel())).nonzero().flatten()
         memory[offset[mine, None] + columns] = rows[mine]
@@ -326,17 +313,7 @@ def _return(group: Group, rank: int, first: int, rows: torch.Tensor, row_format:
         packed = torch.cat(mx.quantize_mxfp8(rows * buffers.row_weight[part, None]), dim=1)
     else:
         packed = rows.bfloat16().view(torch.uint8)
-    _write_rows(group, rank, buffers.row_address[part], packed)
-
-
-def send_back(group: Group, rank: int, row_format: RowFormat) -> None:
-    """Peers' rows from the image to their sources."""
-    buffers = group.ranks[rank]
-    num_bytes = result_bytes(buffers.shape, row_format)
-    places = buffers.row_return.nonzero().flatten()
-    rows = buffers.image.view(torch.uint8)[places, :num_bytes]
-    _write_rows(group, rank, buffers.row_return[places], rows)
-    buffers.row_return.zero_()
+    _write_rows(group, buffers.row_address[part], packed)
 
 
 def gemm2(group: Group, rank: int, layer: BoundLayer, row_format: RowFormat) -> None:

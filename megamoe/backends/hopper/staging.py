@@ -12,7 +12,6 @@ import torch
 from megamoe.batch import MoeBatch
 from megamoe.shape import MX_BLOCK, MoeShape
 
-
 ALIGNMENT = 16
 """Kernels move rows in pieces of this many bytes."""
 
@@ -41,8 +40,8 @@ class Staging:
         self._dev = {name: torch.empty_like(host, device=device) for name, host in self._host.items()}
 
     def to_device(self, batch: MoeBatch) -> MoeBatch:
-        """The batch on the device, copied on the current stream; tensors that are there already stay as they are, unless they begin between 16-byte
-        borders."""
+        """The batch on the device, copied on the current stream; tensors that are there already stay as they are,
+        unless they begin between 16-byte borders."""
         scales = batch.hidden_states_sf
         return MoeBatch(
             self._in("hidden" if scales is None else "codes", batch.hidden_states),

@@ -17,7 +17,7 @@ def close_kernel(control, bases, own_rank, NUM_RANKS: tl.constexpr):
     chain.after_previous()
     rank = tl.arange(0, NUM_RANKS)
     if tl.load(control + FAILED, volatile=True) == 0:
-        flags.post(control, bases, flags.CLOSE_FLAG, 0, own_rank, rank)
+        flags.post(control, bases, flags.CLOSE_FLAG, 0 * rank.to(tl.int64), own_rank, rank)
         flags.wait(control, bases, flags.CLOSE_FLAG, (1 << NUM_RANKS) - 1, own_rank, rank)
 
 

@@ -16,9 +16,9 @@ import triton.language as tl
 
 from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.device import chain
+from megamoe.backends.hopper.device.dispatch import aligned
 from megamoe.backends.hopper.device.index import STREAM_FLAG
 from megamoe.backends.hopper.device.quantize import scale_of
-from megamoe.backends.hopper.device.dispatch import aligned
 from megamoe.backends.hopper.record import Word
 
 ROWS_OFFSET = tl.constexpr(int(Word.ROWS_OFFSET))

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megamoe.backends.hopper.device import chain
 from megamoe.backends.hopper import record
+from megamoe.backends.hopper.device import chain
 from megamoe.backends.hopper.record import INFO_ERROR, INFO_FP8, INFO_ROWS_MASK, POSTED, Word
 from megamoe.layout import CACHE_LINE_BYTES, FlagKind
 

@@ -76,16 +76,16 @@ def _stream_tile(
 
 @gluon.jit
 def stream_tiles(
-    image_out, units, out_factor, image, work, counters, limit, num_slots,
+    image_out, units, out_factor, image, work, limit, first, stop,
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, image block, rows, unused."""
+    """Every OCCUPANCY-th tile from `first` to `stop`; tiles are (entry, 128 packed rows). work: int32 [entries, 4]:
+    expert, image block, rows, unused."""
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tid = gl.arange(0, 32 * WARPS, layout=threads)
     warp = tid >> 5
     lane = tid & 31
-    first, stop = stream.tile_range(counters, num_slots, GROUPS)
     if first < stop:
         weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
         tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
@@ -101,18 +101,18 @@ def stream_tiles(
             chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
             if rows > 16:
                 words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
-                    CHUNKS, CHUNKS_OUT, WARPS, 3,
+                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block,
+                    tile % GROUPS, rows, CHUNKS, CHUNKS_OUT, WARPS, 3,
                 )  # fmt: skip
             elif rows > 8:
                 words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
-                    CHUNKS, CHUNKS_OUT, WARPS, 2,
+                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block,
+                    tile % GROUPS, rows, CHUNKS, CHUNKS_OUT, WARPS, 2,
                 )  # fmt: skip
             else:
                 words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block, tile % GROUPS, rows,
-                    CHUNKS, CHUNKS_OUT, WARPS, 1,
+                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block,
+                    tile % GROUPS, rows, CHUNKS, CHUNKS_OUT, WARPS, 1,
                 )  # fmt: skip
 
 
@@ -123,8 +123,9 @@ def gemm1_stream_kernel(
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     after_previous_gluon()
+    first, stop = stream.tile_range(counters, num_slots, GROUPS)
     stream_tiles(
-        image_out, units, out_factor, image, work, counters, limit, num_slots, CHUNKS, CHUNKS_OUT,
+        image_out, units, out_factor, image, work, limit, first, stop, CHUNKS, CHUNKS_OUT,
         GROUPS, OCCUPANCY, WARPS,
     )  # fmt: skip
 

@@ -69,41 +69,28 @@ def _stream_tile(
     words, scales, acc = stream.multiply(
         words, scales, lane, chunks, this_tile, next_tile, CHUNKS, WARPS, BLOCKS
     )
-    count: gl.constexpr = 1 if BLOCKS == 1 else 2
-    _finish_stream(
-        acc, factor, row_address, row_weight, block, group, rows, HIDDEN, FP8, WARPS, BLOCKS, 0, count
-    )
-    if BLOCKS > 2:
+    # More warps, more partial sums: two blocks at once would take L1 from the tokens.
+    count: gl.constexpr = 1 if BLOCKS == 1 or WARPS > 4 else 2
+    for first in gl.static_range(0, BLOCKS, count):
         _finish_stream(
-            acc,
-            factor,
-            row_address,
-            row_weight,
-            block,
-            group,
-            rows,
-            HIDDEN,
-            FP8,
-            WARPS,
-            BLOCKS,
-            2,
-            BLOCKS - 2,
-        )
+            acc, factor, row_address, row_weight, block, group, rows, HIDDEN, FP8, WARPS, BLOCKS,
+            first, count if first + count <= BLOCKS else 1,
+        )  # fmt: skip
     return words, scales
 
 
 @gluon.jit
 def stream_tiles(
-    row_address, row_weight, units, out_factor, image, work, counters, num_slots,
+    row_address, row_weight, units, out_factor, image, work, first, stop,
     HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 features of the hidden dimension). work: as for GEMM1."""
+    """Every OCCUPANCY-th tile from `first` to `stop`; tiles are (entry, 128 features of the hidden dimension).
+    work: as for GEMM1."""
     threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tid = gl.arange(0, 32 * WARPS, layout=threads)
     warp = tid >> 5
     lane = tid & 31
-    first, stop = stream.tile_range(counters, num_slots, GROUPS)
     if first < stop:
         weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
         tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
@@ -141,8 +128,9 @@ def gemm2_stream_kernel(
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     after_previous_gluon()
+    first, stop = stream.tile_range(counters, num_slots, GROUPS)
     stream_tiles(
-        row_address, row_weight, units, out_factor, image, work, counters, num_slots, HIDDEN,
+        row_address, row_weight, units, out_factor, image, work, first, stop, HIDDEN,
         CHUNKS, GROUPS, FP8, OCCUPANCY, WARPS,
     )  # fmt: skip
 

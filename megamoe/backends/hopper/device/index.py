@@ -120,11 +120,11 @@ def rows_by_source(
 
 @triton.jit
 def index_expert(
-    control, bases, row_slot, row_address, row_return, row_weight, block_info, work, image,
+    control, bases, row_slot, row_address, row_weight, block_info, work,
     stream_offset, tiled_offset, stream_max_rows, expert, rows_from, first_slot, rank, lane, bin_idx, some, own_rank,
     NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
-    META_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr, IMAGE_STRIDE: tl.constexpr,
-    APART: tl.constexpr, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
+    META_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One expert's part of the tables (see index_kernel). rank [NUM_RANKS], lane [tokens * SLOTS], bin_idx [at least
     experts + 1], some [any]: indices in the caller's layouts, LAYOUT that of bin_idx."""
@@ -170,13 +170,7 @@ def index_expert(
         own_begin = tl.sum(tl.where(rank < own_rank, rows_from, 0))
         own_end = tl.sum(tl.where(rank <= own_rank, rows_from, 0))
         peers = (position < own_begin) | (position >= own_end)
-        if APART:
-            # GEMM2 leaves a peer's row in its own place of the image, whose rows GEMM1 has consumed by then.
-            here = image.to(tl.int64) + place.to(tl.int64) * IMAGE_STRIDE
-            tl.store(row_address + place, tl.where(peers, here, home), mask=mine)
-            tl.store(row_return + place, tl.where(peers, home, 0), mask=mine)
-        else:
-            tl.store(row_address + place, home, mask=mine)
+        tl.store(row_address + place, home, mask=mine)
         tl.store(row_weight + place, weight.to(tl.float32, bitcast=True), mask=mine)
         listed += tl.sum(mine.to(tl.int32))
         remote += tl.sum((mine & peers).to(tl.int32))
@@ -211,22 +205,22 @@ def index_expert(
 
 @triton.jit(do_not_specialize=["own_rank", "stream_max_rows"])
 def index_kernel(
-    control, bases, row_slot, row_address, row_return, row_weight, block_info, work, image,
+    control, bases, row_slot, row_address, row_weight, block_info, work,
     stream_offset, tiled_offset, stream_max_rows,
     own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     META_WORDS: tl.constexpr, COUNTS_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
-    IMAGE_STRIDE: tl.constexpr, APART: tl.constexpr, COMPACT: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPACT: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Tables out: row_slot int32, row_address, row_return int64, row_weight fp32 by routed row; block_info int32 by
+    """Tables out: row_slot int32, row_address int64, row_weight fp32 by routed row; block_info int32 by
     16 rows; work int32, see plan.py. SLOTS, BINS: num_topk and experts + 1, rounded up to powers of two."""
     chain.after_previous()
     rank = tl.arange(0, NUM_RANKS)
     rows_from, first_slot = rows_by_source(control, bases, own_rank, rank, NUM_RANKS, COUNTS_WORDS, COMPACT)
     index_expert(
-        control, bases, row_slot, row_address, row_return, row_weight, block_info, work, image,
+        control, bases, row_slot, row_address, row_weight, block_info, work,
         stream_offset, tiled_offset, stream_max_rows, tl.program_id(0), rows_from, first_slot,
         rank, tl.arange(0, BLOCK_TOKENS * SLOTS), tl.arange(0, BINS), tl.arange(0, 128), own_rank,
-        NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES, IMAGE_STRIDE,
-        APART, BLOCK_N, SLOTS, None,
+        NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES,
+        BLOCK_N, SLOTS, None,
     )  # fmt: skip

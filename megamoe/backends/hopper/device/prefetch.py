@@ -31,19 +31,20 @@ def _begin(address, tid):
 
 
 @gluon.jit
-def first_tiles(
+def first_tile(
     units,
     stream_work,
     tiled_work,
     work,
-    num_slots,
+    first,
+    stop,
     GROUPS: gl.constexpr,
     CHUNKS: gl.constexpr,
     LINE: gl.constexpr,
 ):
-    """Begin to fetch what this thread block will read first."""
+    """Begin to fetch what this thread block will read first: its streaming tiles `first` to `stop`, or if it has none
+    its tiled ones."""
     tid = gl.arange(0, 32 * gl.num_warps(), layout=LINE)
-    first, stop = stream.tile_range(work, num_slots, GROUPS)
     if first < stop:
         _begin(stream.tile_address(units.to(gl.int64), stream_work, first, GROUPS, CHUNKS), tid)
     elif gl.program_id(0) < gl.load(work + NUM_TILED) * GROUPS:

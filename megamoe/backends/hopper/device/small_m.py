@@ -2,8 +2,9 @@
 
 All thread blocks are on the device at once and go through the stages together. Inside a rank they wait for each other
 by counters (sync.py); ranks wait only for the flags of those whose rows they need. Slots are reserved, as on
-fixed_slot, so that rows travel before anybody has counted anything. While rows are being expanded, and while slower
-thread blocks finish GEMM1, the weights that come next are already on their way into L2.
+fixed_slot, so that rows travel before anybody has counted anything. The streaming kernel's entries go through the GEMMs
+in two halves, GEMM1, GEMM1, GEMM2, GEMM2: nobody waits for the slowest thread block's last tile of a half, since the
+other half is in between.
 
 The stages themselves are those of the other paths; what is here is their indices in Gluon's layouts.
 """
@@ -26,6 +27,7 @@ from megamoe.backends.hopper.device import (
     prefetch,
     sync,
 )
+from megamoe.backends.hopper.device import stream_loop as stream
 
 WARPS: gl.constexpr = gl.constexpr(plan.SMALL_M.warps)
 OCCUPANCY: gl.constexpr = gl.constexpr(plan.SMALL_M.occupancy)
@@ -44,6 +46,8 @@ IN_PLACE: gl.constexpr = gl.constexpr(gl.SliceLayout(0, PLACES.value))
 NUM_TILED: gl.constexpr = gl.constexpr(plan.Counter.NUM_TILED_ENTRIES)
 PIECE: gl.constexpr = gl.constexpr(1024)
 """Columns of dispatch and combine."""
+TURN: gl.constexpr = gl.constexpr(33)
+"""Slots by which the streaming tiles' ranges turn from half to half."""
 SUB_PIECE: gl.constexpr = gl.constexpr(512)
 """Columns of 16 rows of expand."""
 
@@ -81,9 +85,11 @@ def _send(
             word, rank, own_rank,
             NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, ROW_BYTES, META_WORDS, False,
         )  # fmt: skip
-    if sync.arrive(control + sync.DISPATCHED) == gl.num_programs(0) - 1:
-        info = gl.load(control + dispatch.NUM_ROWS) | gl.load(control + dispatch.INFO)
-        flags.post(control, bases, flags.PAYLOAD_FLAG, info, own_rank, rank)
+    senders = gl.minimum(gl.maximum(num_rows * PIECES, 1), gl.num_programs(0))
+    if gl.program_id(0) < senders:
+        if sync.arrive(control + sync.DISPATCHED) == senders - 1:
+            info = gl.load(control + dispatch.NUM_ROWS) | gl.load(control + dispatch.INFO)
+            flags.post(control, bases, flags.PAYLOAD_FLAG, info, own_rank, rank)
 
 
 @gluon.jit
@@ -103,11 +109,11 @@ def _list_rows(
         some = gl.arange(0, 32, layout=LINE)
         for expert in range(me, EXPERTS_PER_RANK, gl.num_programs(0)):
             index.index_expert(
-                control, bases, row_slot, row_address, row_address, row_weight, block_info, work, row_address,
+                control, bases, row_slot, row_address, row_weight, block_info, work,
                 stream_offset, tiled_offset, stream_max_rows, expert, rows_from, first_slot,
                 rank, lane, bin_idx, some, own_rank,
-                NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES, 0,
-                False, BLOCK_N, SLOTS, LINE,
+                NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES,
+                BLOCK_N, SLOTS, LINE,
             )  # fmt: skip
         sync.arrive(control + sync.INDEXED)
     sync.await_count(control + sync.INDEXED, gl.minimum(EXPERTS_PER_RANK, gl.num_programs(0)))
@@ -153,10 +159,13 @@ def _sum(
     HIDDEN: gl.constexpr, RESULT_STRIDE: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Wait for all owners' results, and add up this rank's rows."""
-    ok, words = flags.wait(control, bases, flags.RETURN_FLAG, (1 << NUM_RANKS) - 1, own_rank, rank)
-    if ok:
-        if gl.program_id(0) == 0:
+    if gl.program_id(0) == 0:
+        ok, words = flags.wait(control, bases, flags.RETURN_FLAG, (1 << NUM_RANKS) - 1, own_rank, rank)
+        if ok:
             combine.note_peers(control, words, rank)
+        sync.arrive(control + sync.ANSWERED)
+    sync.await_count(control + sync.ANSWERED, 1)
+    if gl.load(control + flags.FAILED, volatile=True) == 0:
         ids = gl.load(control + combine.IDS_PTR).to(gl.pointer_type(gl.int32))
         weights = gl.load(control + combine.WEIGHTS_PTR).to(gl.pointer_type(gl.float32))
         out = dispatch.aligned(gl.load(control + combine.OUT_PTR)).to(gl.pointer_type(gl.bfloat16))
@@ -205,27 +214,34 @@ def small_m_kernel(
         else:
             stream_work = work + stream_offset
             tiled_work = work + tiled_offset
-            prefetch.first_tiles(w13, stream_work, tiled_work, work, num_slots, GROUPS1, CHUNKS1, LINE)
+            first, stop = stream.half_range(work, num_slots, 0, 0, GROUPS1, OCCUPANCY)
+            prefetch.first_tile(w13, stream_work, tiled_work, work, first, stop, GROUPS1, CHUNKS1, LINE)
             _expand(
                 control, bases, image, row_slot, block_info, work, own_rank, HIDDEN, ROW_BYTES, CHUNKS1 * 128
             )
             sync.arrive(control + sync.EXPANDED)
             sync.await_count(control + sync.EXPANDED, all_blocks)
-            gemm1.stream_tiles(
-                middle, w13, w13_factor, image, stream_work, work, limit, num_slots,
-                CHUNKS1, CHUNKS2, GROUPS1, OCCUPANCY, WARPS,
-            )  # fmt: skip
+            for half in range(2):
+                first, stop = stream.half_range(work, num_slots, half, half * TURN, GROUPS1, OCCUPANCY)
+                gemm1.stream_tiles(
+                    middle, w13, w13_factor, image, stream_work, limit, first, stop,
+                    CHUNKS1, CHUNKS2, GROUPS1, OCCUPANCY, WARPS,
+                )  # fmt: skip
+                if half == 0:
+                    sync.arrive(control + sync.MULTIPLIED)
             gemm1.tiled_tiles(
                 middle, w13, w13_factor, image_tokens, tiled_work, work + NUM_TILED, limit, all_blocks,
                 CHUNKS1, CHUNKS2, GROUPS1, AHEAD, STAGES, BLOCK_N,
             )  # fmt: skip
-            sync.arrive(control + sync.MULTIPLIED)
-            prefetch.first_tiles(w2, stream_work, tiled_work, work, num_slots, GROUPS2, CHUNKS2, LINE)
-            sync.await_count(control + sync.MULTIPLIED, all_blocks)
-            gemm2.stream_tiles(
-                row_address, row_weight, w2, w2_factor, middle, stream_work, work, num_slots,
-                HIDDEN, CHUNKS2, GROUPS2, FP8, OCCUPANCY, WARPS,
-            )  # fmt: skip
+            sync.arrive(control + sync.MULTIPLIED + 1)
+            for half in range(2):
+                first, stop = stream.half_range(work, num_slots, half, (half + 2) * TURN, GROUPS2, OCCUPANCY)
+                prefetch.first_tile(w2, stream_work, tiled_work, work, first, stop, GROUPS2, CHUNKS2, LINE)
+                sync.await_count(control + sync.MULTIPLIED + half, all_blocks)
+                gemm2.stream_tiles(
+                    row_address, row_weight, w2, w2_factor, middle, stream_work, first, stop,
+                    HIDDEN, CHUNKS2, GROUPS2, FP8, OCCUPANCY, WARPS,
+                )  # fmt: skip
             gemm2.tiled_tiles(
                 row_address, row_weight, w2, w2_factor, middle_tokens, tiled_work, work + NUM_TILED, all_blocks,
                 HIDDEN, CHUNKS2, GROUPS2, FP8, AHEAD, STAGES, BLOCK_N,

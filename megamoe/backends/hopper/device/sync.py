@@ -16,6 +16,22 @@ INDEXED = tl.constexpr(int(Word.INDEXED))
 EXPANDED = tl.constexpr(int(Word.EXPANDED))
 MULTIPLIED = tl.constexpr(int(Word.MULTIPLIED))
 RETURNED = tl.constexpr(int(Word.RETURNED))
+ANSWERED = tl.constexpr(int(Word.ANSWERED))
+# One thread of a block looks: all threads of all blocks at one address are in the way of those that arrive.
+SPIN = tl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+.reg .b64 seen;
+mov.u32 t, %tid.x;
+setp.ne.u32 p, t, 0;
+@p bra DONE;
+AGAIN:
+ld.acquire.gpu.global.b64 seen, [$1];
+setp.lt.s64 p, seen, $2;
+@p bra AGAIN;
+DONE:
+mov.u32 $0, 0;
+}""")
 
 
 @triton.jit
@@ -31,24 +47,11 @@ def arrive(counter):
 @triton.jit
 def await_count(counter, number):
     """Wait until `number` thread blocks have arrived, and see what they wrote."""
-    seen = _acquire(counter)
-    while seen < number:
-        seen = _acquire(counter)
-    fence_proxies()
-    tl.debug_barrier()
-
-
-@triton.jit
-def _acquire(counter):
-    """Every thread reads, so that every thread has acquired."""
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b64 $0, [$1];",
-        "=l,l",
-        [counter.to(tl.int64)],
-        dtype=tl.int64,
-        is_pure=False,
-        pack=1,
+    tl.inline_asm_elementwise(
+        SPIN, "=r,l,l", [counter.to(tl.int64), number], dtype=tl.int32, is_pure=False, pack=1
     )
+    tl.debug_barrier()
+    fence_proxies()
 
 
 @triton.jit
