@@ -37,11 +37,16 @@ from megamoe.backends.hopper.plan import (
     next_power_of_2,
 )
 from megamoe.bundle import Path, RowFormat
+from megamoe.errors import InternalError, must_be
 from megamoe.layout import FlagKind
 
 _BLOCK = 1024
 """Columns that a thread block of dispatch or combine handles at a time."""
 _PREPARE_TOKENS = 512
+SHARED_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor of an H100 or H200."""
+RESERVED_BYTES = 1024
+"""Of it, what the driver takes for every thread block."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +295,7 @@ class Kernels:
         first, second = gemms.tiled(shape.hidden), gemms.tiled(shape.intermediate)
         # Identity experts have no weights; the kernel then has no code that would read them.
         w13, w2 = (layer.w13, layer.w2) if layer.w13 and layer.w2 else (self._no_weights,) * 2
-        small_m.small_m_kernel[(SMALL_M.occupancy * self.device.share,)](
+        compiled = small_m.small_m_kernel[(SMALL_M.occupancy * self.device.share,)](
             b.control,
             b.bases,
             b.image,
@@ -333,6 +338,8 @@ class Kernels:
             num_warps=SMALL_M.warps,
             maxnreg=128,
         )
+        # Thread blocks wait for each other: a rank's must all be on the device at once.
+        check_resident(compiled.metadata.shared, SMALL_M.occupancy)
 
     def post_return(self) -> None:
         b = self.buffers
@@ -428,6 +435,15 @@ class Kernels:
             layout = NVMMASharedLayout(128, 16, rank=2)
             self._descriptors[key] = TensorDescriptor.from_tensor(image, [tiled.block_n, columns], layout)
         return self._descriptors[key]
+
+
+def check_resident(shared_bytes: int, occupancy: int) -> None:
+    """Raises InternalError when `occupancy` thread blocks with that much shared memory do not fit a multiprocessor."""
+    most = SHARED_BYTES // occupancy - RESERVED_BYTES
+    if shared_bytes > most:
+        raise InternalError(
+            must_be("shared memory of a small_m thread block", f"at most {most} bytes", shared_bytes)
+        )
 
 
 def _tiled_options(tiled: TiledPlan, groups: int) -> dict[str, Any]:

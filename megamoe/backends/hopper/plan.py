@@ -69,27 +69,6 @@ def stream_range(slot: int, num_slots: int, num_tiles: tuple[int, int, int]) -> 
     )
 
 
-def stream_half_range(
-    slot: int, num_slots: int, half: int, num_entries: tuple[int, int, int], groups: int
-) -> tuple[int, int]:
-    """Tiles [first, stop) of one multiprocessor in one half of the entries (device code: stream_loop.half_range)."""
-
-    def cost_of(entries: int) -> int:
-        cost = 0
-        for number, each in zip(num_entries, STREAM_COSTS, strict=True):
-            cost += min(entries, number) * each
-            entries -= min(entries, number)
-        return cost
-
-    total = cost_of(sum(num_entries))
-    middle = _place_at(total // 2, num_entries)
-    begin, end = ((0, cost_of(middle)), (cost_of(middle), total))[half]
-    tiles = (num_entries[0] * groups, num_entries[1] * groups, num_entries[2] * groups)
-    spread = (end - begin) * groups
-    first = _place_at(begin * groups + spread * slot // num_slots, tiles)
-    return first, _place_at(begin * groups + spread * (slot + 1) // num_slots, tiles)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
     """Streaming kernel: warps of a thread block and blocks a multiprocessor (prototype's optimum on an H200)."""
@@ -171,8 +150,9 @@ def plan_small_m(
 ) -> GemmPlan:
     """The same choice for the one launch of small_m, whose thread blocks have the registers of SMALL_M."""
     gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows)
-    mostly_streaming = gemms.stream_max_rows == STREAM_LIMIT
-    block_n = MIN_BLOCK_N if mostly_streaming else min(gemms.block_n, SMALL_M_BLOCK_N)
+    # Where streaming is the rule, its tokens need L1; FP8 rows are quantized in shared memory.
+    narrow = fp8_rows or gemms.stream_max_rows == STREAM_LIMIT
+    block_n = MIN_BLOCK_N if narrow else min(gemms.block_n, SMALL_M_BLOCK_N)
     return replace(gemms, block_n=block_n, one_launch=True)
 
 

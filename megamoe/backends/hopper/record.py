@@ -65,9 +65,8 @@ class Word(IntEnum):
     INDEXED = 49
     EXPANDED = 50
     MULTIPLIED = 51
-    """Two words, one a half of the entries."""
-    RETURNED = 53
-    ANSWERED = 54
+    RETURNED = 52
+    ANSWERED = 53
 
 
 FIRST_STATUS = int(Word.FAILED)

@@ -2,9 +2,8 @@
 
 All thread blocks are on the device at once and go through the stages together. Inside a rank they wait for each other
 by counters (sync.py); ranks wait only for the flags of those whose rows they need. Slots are reserved, as on
-fixed_slot, so that rows travel before anybody has counted anything. The streaming kernel's entries go through the GEMMs
-in two halves, GEMM1, GEMM1, GEMM2, GEMM2: nobody waits for the slowest thread block's last tile of a half, since the
-other half is in between.
+fixed_slot, so that rows travel before anybody has counted anything. While rows are being expanded, and while slower
+thread blocks finish GEMM1, the weights that come next are already on their way into L2.
 
 The stages themselves are those of the other paths; what is here is their indices in Gluon's layouts.
 """
@@ -46,8 +45,6 @@ IN_PLACE: gl.constexpr = gl.constexpr(gl.SliceLayout(0, PLACES.value))
 NUM_TILED: gl.constexpr = gl.constexpr(plan.Counter.NUM_TILED_ENTRIES)
 PIECE: gl.constexpr = gl.constexpr(1024)
 """Columns of dispatch and combine."""
-TURN: gl.constexpr = gl.constexpr(33)
-"""Slots by which the streaming tiles' ranges turn from half to half."""
 SUB_PIECE: gl.constexpr = gl.constexpr(512)
 """Columns of 16 rows of expand."""
 
@@ -180,6 +177,17 @@ def _sum(
             )  # fmt: skip
 
 
+@gluon.jit
+def _meet(counter, has_tiles):
+    """All thread blocks of the rank wait for each other."""
+    if has_tiles:
+        sync.fence_proxies()
+    sync.arrive(counter)
+    sync.await_count(counter, gl.num_programs(0))
+    if has_tiles:
+        sync.fence_proxies()
+
+
 @gluon.jit(do_not_specialize=["own_rank", "stream_max_rows", "num_slots"])
 def small_m_kernel(
     control, bases, image, middle, image_tokens, middle_tokens,
@@ -196,7 +204,6 @@ def small_m_kernel(
     images. num_slots: multiprocessors of this rank, each with OCCUPANCY thread blocks. Suffixes 1 and 2: of GEMM1 and
     GEMM2."""
     rank = gl.arange(0, NUM_RANKS, layout=LINE)
-    all_blocks = gl.num_programs(0)
     _send(
         control, bases, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, ROW_BYTES, META_WORDS,
         META_BLOCK,
@@ -214,39 +221,34 @@ def small_m_kernel(
         else:
             stream_work = work + stream_offset
             tiled_work = work + tiled_offset
-            first, stop = stream.half_range(work, num_slots, 0, 0, GROUPS1, OCCUPANCY)
+            # TMA reads the images only where the tiled kernel has work.
+            has_tiles = gl.load(work + NUM_TILED) != 0
+            first, stop = stream.tile_range(work, num_slots, GROUPS1)
             prefetch.first_tile(w13, stream_work, tiled_work, work, first, stop, GROUPS1, CHUNKS1, LINE)
             _expand(
                 control, bases, image, row_slot, block_info, work, own_rank, HIDDEN, ROW_BYTES, CHUNKS1 * 128
             )
-            sync.arrive(control + sync.EXPANDED)
-            sync.await_count(control + sync.EXPANDED, all_blocks)
-            for half in range(2):
-                first, stop = stream.half_range(work, num_slots, half, half * TURN, GROUPS1, OCCUPANCY)
-                gemm1.stream_tiles(
-                    middle, w13, w13_factor, image, stream_work, limit, first, stop,
-                    CHUNKS1, CHUNKS2, GROUPS1, OCCUPANCY, WARPS,
-                )  # fmt: skip
-                if half == 0:
-                    sync.arrive(control + sync.MULTIPLIED)
+            _meet(control + sync.EXPANDED, has_tiles)
+            gemm1.stream_tiles(
+                middle, w13, w13_factor, image, stream_work, limit, first, stop,
+                CHUNKS1, CHUNKS2, GROUPS1, OCCUPANCY, WARPS,
+            )  # fmt: skip
             gemm1.tiled_tiles(
-                middle, w13, w13_factor, image_tokens, tiled_work, work + NUM_TILED, limit, all_blocks,
+                middle, w13, w13_factor, image_tokens, tiled_work, work + NUM_TILED, limit, gl.num_programs(0),
                 CHUNKS1, CHUNKS2, GROUPS1, AHEAD, STAGES, BLOCK_N,
             )  # fmt: skip
-            sync.arrive(control + sync.MULTIPLIED + 1)
-            for half in range(2):
-                first, stop = stream.half_range(work, num_slots, half, (half + 2) * TURN, GROUPS2, OCCUPANCY)
-                prefetch.first_tile(w2, stream_work, tiled_work, work, first, stop, GROUPS2, CHUNKS2, LINE)
-                sync.await_count(control + sync.MULTIPLIED + half, all_blocks)
-                gemm2.stream_tiles(
-                    row_address, row_weight, w2, w2_factor, middle, stream_work, first, stop,
-                    HIDDEN, CHUNKS2, GROUPS2, FP8, OCCUPANCY, WARPS,
-                )  # fmt: skip
-            gemm2.tiled_tiles(
-                row_address, row_weight, w2, w2_factor, middle_tokens, tiled_work, work + NUM_TILED, all_blocks,
-                HIDDEN, CHUNKS2, GROUPS2, FP8, AHEAD, STAGES, BLOCK_N,
+            first, stop = stream.tile_range(work, num_slots, GROUPS2)
+            prefetch.first_tile(w2, stream_work, tiled_work, work, first, stop, GROUPS2, CHUNKS2, LINE)
+            _meet(control + sync.MULTIPLIED, has_tiles)
+            gemm2.stream_tiles(
+                row_address, row_weight, w2, w2_factor, middle, stream_work, first, stop,
+                HIDDEN, CHUNKS2, GROUPS2, FP8, OCCUPANCY, WARPS,
             )  # fmt: skip
-    last = sync.arrive(control + sync.RETURNED) == all_blocks - 1
+            gemm2.tiled_tiles(
+                row_address, row_weight, w2, w2_factor, middle_tokens, tiled_work, work + NUM_TILED,
+                gl.num_programs(0), HIDDEN, CHUNKS2, GROUPS2, FP8, AHEAD, STAGES, BLOCK_N,
+            )  # fmt: skip
+    last = sync.arrive(control + sync.RETURNED) == gl.num_programs(0) - 1
     if last & (gl.load(control + flags.FAILED, volatile=True) == 0):
         flags.post(control, bases, flags.RETURN_FLAG, combine.return_info(control, FP8), own_rank, rank)
     _sum(control, bases, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, RESULT_STRIDE, FP8)

@@ -132,15 +132,6 @@ def _tile_at(cost, num1, num2):
 
 
 @gluon.jit
-def _cost_at(tile, num1, num2):
-    """Cost of the tiles before a tile: the inverse of _tile_at."""
-    second = tile - num1
-    third = second - num2
-    beyond = gl.where(third < 0, num1 * COST1 + second * COST2, num1 * COST1 + num2 * COST2 + third * COST3)
-    return gl.where(second < 0, tile * COST1, beyond)
-
-
-@gluon.jit
 def tile_range(counters, num_slots, GROUPS: gl.constexpr):
     """First tile and end of this program: programs of one multiprocessor (slot) share a contiguous range of equal
     cost (plan.stream_range). counters: numbers of entries of up to 8, 16 and 24 rows."""
@@ -150,21 +141,6 @@ def tile_range(counters, num_slots, GROUPS: gl.constexpr):
     slot = gl.program_id(0) % num_slots
     first = _tile_at(total * slot // num_slots, num1, num2) + gl.program_id(0) // num_slots
     return first, _tile_at(total * (slot + 1) // num_slots, num1, num2)
-
-
-@gluon.jit
-def half_range(counters, num_slots, half, turn, GROUPS: gl.constexpr, OCCUPANCY: gl.constexpr):
-    """The same for one half (0 or 1) of the entries by cost (plan.stream_half_range). turn, a number of slots: who
-    gets the tile that is left over differs from one use to the next, and from one program of a slot to the other."""
-    num1, num2, num3 = gl.load(counters), gl.load(counters + 1), gl.load(counters + 2)
-    middle = _tile_at((num1 * COST1 + num2 * COST2 + num3 * COST3) // 2, num1, num2)
-    begin = _cost_at(gl.where(half == 0, 0, middle), num1, num2) * GROUPS
-    end = _cost_at(gl.where(half == 0, middle, num1 + num2 + num3), num1, num2) * GROUPS
-    slot = (gl.program_id(0) + turn) % num_slots
-    num1, num2 = num1 * GROUPS, num2 * GROUPS
-    first = _tile_at(begin + (end - begin) * slot // num_slots, num1, num2)
-    stop = _tile_at(begin + (end - begin) * (slot + 1) // num_slots, num1, num2)
-    return first + (gl.program_id(0) // num_slots + half) % OCCUPANCY, stop
 
 
 @gluon.jit

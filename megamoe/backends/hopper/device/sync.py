@@ -36,10 +36,7 @@ mov.u32 $0, 0;
 
 @triton.jit
 def arrive(counter):
-    """Count this thread block in, with everything it has written, by whatever way it is read. Returns how many came
-    before."""
-    # TMA reads what ordinary stores have written: both sides need the fence between the two ways.
-    fence_proxies()
+    """Count this thread block in, with everything it has written. Returns how many came before."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
 
@@ -51,11 +48,11 @@ def await_count(counter, number):
         SPIN, "=r,l,l", [counter.to(tl.int64), number], dtype=tl.int32, is_pure=False, pack=1
     )
     tl.debug_barrier()
-    fence_proxies()
 
 
 @triton.jit
 def fence_proxies():
+    """Between ordinary stores and TMA loads of the same memory in one launch: on both sides, next to the counter."""
     tl.inline_asm_elementwise(
         "fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
