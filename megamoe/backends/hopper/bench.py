@@ -28,6 +28,7 @@ from megamoe.backends.hopper.buffers import (
     control_words,
     counts_before_payload,
 )
+from megamoe.backends.hopper.floors import CALLS, REPEATS, busiest, floor_us, ranks_of, work_of
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
 from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms, plan_small_m
@@ -39,22 +40,7 @@ from megamoe.path import SubStep
 from megamoe.routing import route
 from megamoe.shape import MoeShape, preset
 
-HBM_BYTES_PER_S = 4.3e12
-"""Device-to-device copy, H200."""
-BF16_FLOPS_PER_S = 671e12
-"""bf16 8192^3 matmul on random data, H200 (reference table)."""
-
-
 SMALL_PATHS = (Path.SMALL_M, Path.FIXED_SLOT, Path.COMPACT)
-CALLS = 8
-"""Layer calls of a captured graph."""
-REPEATS = 7
-
-
-def ranks_of(shape: MoeShape, num_ranks: int) -> MoeShape:
-    """A group of num_ranks with as many experts a rank as EP8 of `shape` has: rows and weights a rank are EP8's."""
-    experts = shape.num_experts // 8 * num_ranks
-    return replace(shape, num_experts=experts, num_ranks=num_ranks, name=f"{shape.name}-ep{num_ranks}")
 
 
 def random_packed(
@@ -142,17 +128,6 @@ class Timing:
             f"hit={self.experts_hit:3d} {self.us:9.1f} us  floor {self.floor_us:8.1f}  {self.fraction:.3f}"
             f"  {num_bytes / self.us / 1e6:5.2f} TB/s {flops / self.us / 1e6:6.0f} TFLOP/s"
         )
-
-
-def work_of(shape: MoeShape, rows: int, experts_hit: int) -> tuple[float, float]:
-    """(weight bytes, floating-point operations) of a layer on one rank."""
-    weights = 3.0 * shape.hidden * shape.intermediate
-    return experts_hit * weights * (0.5 + 1 / 32), 2.0 * rows * weights
-
-
-def floor_us(shape: MoeShape, rows: int, experts_hit: int) -> float:
-    num_bytes, flops = work_of(shape, rows, experts_hit)
-    return 1e6 * max(num_bytes / HBM_BYTES_PER_S, flops / BF16_FLOPS_PER_S)
 
 
 class GroupBench:
@@ -365,14 +340,6 @@ def bench_layer(
     return Timing(
         what, str(path), distribution, tokens, rows, hit, statistics.median(times[1:]), floor, sharing
     )
-
-
-def busiest(shape: MoeShape, ids: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """(routed rows, experts hit) of the rank with the highest floor."""
-    counts = torch.bincount(torch.cat([part.flatten() for part in ids]).long(), minlength=shape.num_experts)
-    per_rank = counts.view(shape.num_ranks, -1)
-    work = [(int(row.sum()), int((row > 0).sum())) for row in per_rank]
-    return max(work, key=lambda one: floor_us(shape, *one))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -49,6 +49,12 @@ SUB_PIECE: gl.constexpr = gl.constexpr(512)
 """Columns of 16 rows of expand."""
 
 
+@gluon.constexpr_function
+def bins_layout(bins):
+    """All bins in every warp: sums over them stay inside it."""
+    return gl.BlockedLayout([max(bins // 32, 1)], [32], [plan.SMALL_M.warps], [0])
+
+
 @gluon.jit
 def _piece(item, PIECES: gl.constexpr):
     """Token of an item of dispatch or combine; its MX blocks and columns."""
@@ -102,7 +108,8 @@ def _list_rows(
     if me < EXPERTS_PER_RANK:
         rows_from, first_slot = index.rows_by_source(control, bases, own_rank, rank, NUM_RANKS, 0, False)
         lane = gl.arange(0, NUM_LANES, layout=LANES)
-        bin_idx = gl.arange(0, BINS, layout=LINE)
+        bins: gl.constexpr = bins_layout(BINS)
+        bin_idx = gl.arange(0, BINS, layout=bins)
         some = gl.arange(0, 32, layout=LINE)
         for expert in range(me, EXPERTS_PER_RANK, gl.num_programs(0)):
             index.index_expert(
@@ -110,7 +117,7 @@ def _list_rows(
                 stream_offset, tiled_offset, stream_max_rows, expert, rows_from, first_slot,
                 rank, lane, bin_idx, some, own_rank,
                 NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES,
-                BLOCK_N, SLOTS, LINE,
+                BLOCK_N, SLOTS, bins,
             )  # fmt: skip
         sync.arrive(control + sync.INDEXED)
     sync.await_count(control + sync.INDEXED, gl.minimum(EXPERTS_PER_RANK, gl.num_programs(0)))

@@ -1,0 +1,45 @@
+"""The baseline is the same layer: its three parts, with the exchange done by hand, against the plain reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megamoe import MoeBatch, MoeShape, random_layer_weights, shard
+from megamoe.backends.hopper.baseline import Baseline, routes_of
+from megamoe.mx import dequantize_mxfp4
+from megamoe.reference import exact_moe, relative_l2
+from megamoe.routing import route
+
+SHAPE = MoeShape(hidden=128, intermediate=64, num_experts=8, num_topk=2, num_ranks=2, swiglu_limit=10.0)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "one_rank", "zipf"])
+@pytest.mark.parametrize("counts", [(7, 12), (0, 9)])
+def test_baseline_is_the_layer(distribution: str, counts: tuple[int, int]) -> None:
+    everyone = route(SHAPE, distribution, list(counts), seed=4)
+    weights = random_layer_weights(SHAPE, seed=6)
+    inputs = [
+        torch.randn(n, SHAPE.hidden, generator=torch.Generator().manual_seed(n)).bfloat16() for n in counts
+    ]
+    layers, routes = [], []
+    for rank in range(2):
+        own = shard(weights, SHAPE, rank).as_bytes()
+        w13 = dequantize_mxfp4(own.w13_codes, own.w13_scales).bfloat16()
+        layers.append(Baseline(SHAPE, w13, dequantize_mxfp4(own.w2_codes, own.w2_scales).bfloat16()))
+        routes.append(routes_of(SHAPE, everyone, rank, torch.device("cpu")))
+        assert sum(routes[rank].splits) == 2 * counts[rank]
+    sent = [
+        torch.split(layer.outgoing(x, one), one.splits)
+        for layer, x, one in zip(layers, inputs, routes, strict=True)
+    ]
+    answers = [
+        torch.split(layers[rank].experts(torch.cat([part[rank] for part in sent]), routes[rank]), received)
+        for rank, received in enumerate(one.received_splits for one in routes)
+    ]
+    for rank, (ids, topk_weights) in enumerate(everyone):
+        got = layers[rank].combine(torch.cat([part[rank] for part in answers]), routes[rank])
+        want = exact_moe(MoeBatch.of(SHAPE, inputs[rank], ids, topk_weights), weights, SHAPE)
+        assert got.shape == (counts[rank], SHAPE.hidden)
+        if counts[rank]:
+            assert relative_l2(got, want) < 2e-2
