@@ -8,6 +8,7 @@ import pytest
 
 from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.packing import CHUNK
+from megamoe.errors import InternalError
 from megamoe.shape import MoeShape, preset
 
 V4_PRO = preset("deepseek-v4-pro")
@@ -38,6 +39,12 @@ def test_small_m_kernels_leave_room_for_two_thread_blocks(
         # Where streaming is the rule, tokens of the tiled kernel leave L1 to it.
         ring_bytes = tiled.stages * tiled.block_n * tiled.chunks_per_stage * CHUNK * 2
         assert ring_bytes <= (24 if stream_max_rows == plan.STREAM_LIMIT else 96) * 1024
+
+
+def test_thread_blocks_that_do_not_fit_together_are_refused() -> None:
+    plan.check_resident(106_520, plan.SMALL_M.occupancy)
+    with pytest.raises(InternalError, match="at most 115712 bytes, got 131096"):
+        plan.check_resident(131_096, plan.SMALL_M.occupancy)
 
 
 def test_small_m_is_never_wider_than_its_registers_allow() -> None:

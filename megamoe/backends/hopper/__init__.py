@@ -3,7 +3,7 @@
 packing: weights in tensor-core order. plan, record, buffers: what is launched with which tables, in which memory.
 device: the kernels, one file a stage, and their flags;
 references: the same stages in torch. kernels: launches. group, backend: ranks and the door. lockstep, selftest,
-bench: tests on a GPU. docs/hopper.md says how fast it is and why.
+bench: tests on a GPU; floors, baseline: what times are compared with. docs/hopper.md says how fast it is and why.
 
 Nothing here imports Triton before a GPU backend is opened.
 """

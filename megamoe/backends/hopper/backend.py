@@ -135,7 +135,9 @@ class HopperBackend:
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
             small_m = gemm_plans(bundle, Path.SMALL_M) if bundle.deployment.small_m_enabled else ()
-            staged = {path: bundle.capacities(path) for path in STAGES if path is not Path.SMALL_M}
+            staged: dict[Path, tuple[int, ...]] = {
+                path: bundle.capacities(path) for path in STAGES if path is not Path.SMALL_M
+            }
             self.kernels.warm_up(gemm_plans(bundle, Path.COMPACT), staged, small_m)
         self._group = groups.join(
             group_name,

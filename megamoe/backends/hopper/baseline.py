@@ -9,6 +9,7 @@ the clock starts, and the counts are known on the host. Captured graphs, median 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import socket
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import silu
 
 from megamoe.backends.hopper.floors import CALLS, REPEATS, busiest, floor_us, ranks_of
@@ -182,7 +182,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shape = ranks_of(preset(chosen.shape), chosen.ranks)
-    mp.spawn(_rank, (shape, chosen.tokens, chosen.distributions, port), nprocs=chosen.ranks)
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_rank, args=(rank, shape, chosen.tokens, chosen.distributions, port))
+        for rank in range(chosen.ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(f"a rank failed: exit codes {[process.exitcode for process in processes]}")
 
 
 if __name__ == "__main__":

@@ -32,21 +32,17 @@ from megamoe.backends.hopper.plan import (
     Counter,
     GemmPlan,
     TiledPlan,
+    check_resident,
     grid_share,
     index_block_tokens,
     next_power_of_2,
 )
 from megamoe.bundle import Path, RowFormat
-from megamoe.errors import InternalError, must_be
 from megamoe.layout import FlagKind
 
 _BLOCK = 1024
 """Columns that a thread block of dispatch or combine handles at a time."""
 _PREPARE_TOKENS = 512
-SHARED_BYTES = 228 * 1024
-"""Shared memory of a multiprocessor of an H100 or H200."""
-RESERVED_BYTES = 1024
-"""Of it, what the driver takes for every thread block."""
 
 
 @dataclass(frozen=True)
@@ -435,15 +431,6 @@ class Kernels:
             layout = NVMMASharedLayout(128, 16, rank=2)
             self._descriptors[key] = TensorDescriptor.from_tensor(image, [tiled.block_n, columns], layout)
         return self._descriptors[key]
-
-
-def check_resident(shared_bytes: int, occupancy: int) -> None:
-    """Raises InternalError when `occupancy` thread blocks with that much shared memory do not fit a multiprocessor."""
-    most = SHARED_BYTES // occupancy - RESERVED_BYTES
-    if shared_bytes > most:
-        raise InternalError(
-            must_be("shared memory of a small_m thread block", f"at most {most} bytes", shared_bytes)
-        )
 
 
 def _tiled_options(tiled: TiledPlan, groups: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megamoe.backends.hopper.packing import CHUNK, ROW_GROUP, padded_columns, padded_rows
+from megamoe.errors import InternalError, must_be
 from megamoe.shape import MoeShape
 
 BLOCK_ROWS = 16
@@ -81,6 +82,22 @@ GEMM1_STREAM = StreamPlan(warps=8, occupancy=2)
 GEMM2_STREAM = StreamPlan(warps=4, occupancy=4)
 SMALL_M = StreamPlan(warps=8, occupancy=2)
 """Both GEMMs, and all else, in one launch: also what the tiled kernel with up to 64 tokens needs."""
+
+
+SHARED_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor of an H100 or H200."""
+RESERVED_BYTES = 1024
+"""Of it, what the driver takes for every thread block."""
+
+
+def check_resident(shared_bytes: int, occupancy: int) -> None:
+    """Thread blocks that wait for each other must be on the device at once. Raises InternalError when `occupancy` of
+    them, with that much shared memory each, do not fit a multiprocessor."""
+    most = SHARED_BYTES // occupancy - RESERVED_BYTES
+    if shared_bytes > most:
+        raise InternalError(
+            must_be("shared memory of a small_m thread block", f"at most {most} bytes", shared_bytes)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
