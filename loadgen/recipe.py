@@ -79,12 +79,12 @@ class Recipe:
     min_turns: int = 20
     max_turns: int = 3000
     shared_prefix: int = 17_000
-    start_context: LogNormal = LogNormal(63_000, 0.45)
+    start_context: LogNormal = LogNormal(66_000, 0.45)
     output: LogNormal = LogNormal(616, 1.33)
     pace_growth: float = 0.26
-    appended: LogNormal = LogNormal(560, 1.2)
-    narrow: Window = Window(LogNormal(176_000, 0.05), LogNormal(99_000, 0.2))
-    wide: Window = Window(LogNormal(815_000, 0.10), LogNormal(211_000, 0.4))
+    appended: LogNormal = LogNormal(550, 1.2)
+    narrow: Window = Window(LogNormal(176_000, 0.05), LogNormal(103_000, 0.2))
+    wide: Window = Window(LogNormal(812_000, 0.10), LogNormal(217_000, 0.4))
     wide_turns: float = 228.0
     wide_sharpness: float = 20.0
     compaction_probability: float = 0.0007
@@ -102,7 +102,7 @@ class Recipe:
     narrow_group: Window = Window(LogNormal(212_000, 0.1), LogNormal(55_000, 0.4))
     wide_group: Window = Window(LogNormal(815_000, 0.1), LogNormal(55_000, 0.4))
     group_output: LogNormal = LogNormal(352, 1.33)
-    group_appended: LogNormal = LogNormal(1_440, 1.1)
+    group_appended: LogNormal = LogNormal(1_420, 1.1)
     group_gap_s: LogNormal = LogNormal(2.0, 1.2)
     fan_out: LogNormal = LogNormal(3, 0.6)
     max_concurrent_groups: int = 10

@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from loadgen.trace import TraceSource
 TRAINING_SEEDS = (1, 2, 3, 4)
 CHECK_SEEDS = tuple(range(9001, 9011))
 NUM_SESSIONS = 393
+OPENING, CLOSING = "<!-- traces: tools/fit_recipe.py check -->", "<!-- end traces -->"
 MAX_SINGLE = 0.25
 """No single seed may be off by more than this."""
 
@@ -202,24 +204,61 @@ def starmap(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> li
         return pool.starmap(function, jobs, chunksize=1)
 
 
-def check(recipe: Recipe, seeds: Sequence[int]) -> list[str]:
-    """Prints the table of medians over `seeds`; returns what is off by more than it may be."""
-    rows = starmap(measure, [(recipe, seed) for seed in seeds])
-    wrong = []
-    print(
-        f"{'over ' + str(len(seeds)) + ' seeds':34}{'published':>12}{'median':>14}{'off':>8}{'worst seed':>12}"
-    )
+@dataclass(frozen=True)
+class Row:
+    """How one target is met: the median over seeds, how far off it is, and the seed that is furthest off."""
+
+    target: Target
+    median: float
+    off: float
+    worst: float
+
+    @property
+    def complaint(self) -> str:
+        """What is off by more than it may be; empty when nothing is."""
+        name, tolerance = self.target.name, self.target.tolerance
+        if tolerance is None:
+            return ""
+        if abs(self.off) > tolerance + 1e-12:
+            return f"{name}: median off by {self.off:+.1%}, allowed {tolerance:.1%}"
+        if self.target in TARGETS and abs(self.worst) > MAX_SINGLE:
+            return f"{name}: one seed off by {self.worst:+.1%}, allowed {MAX_SINGLE:.0%}"
+        return ""
+
+
+def check(recipe: Recipe, seeds: Sequence[int]) -> list[Row]:
+    """How every target is met over `seeds`."""
+    figures = starmap(measure, [(recipe, seed) for seed in seeds])
+    rows = []
     for target in (*TARGETS, *HOUR):
-        values = [row[target.name] for row in rows]
+        values = [row[target.name] for row in figures]
         median = statistics.median(values)
-        off = median / target.published - 1
-        worst = max((value / target.published - 1 for value in values), key=abs)
-        print(f"{target.name:34}{target.published:>12,.6g}{median:>14,.6g}{off:>+8.1%}{worst:>+12.1%}")
-        if target.tolerance is not None and abs(off) > target.tolerance + 1e-12:
-            wrong.append(f"{target.name}: median off by {off:+.1%}, allowed {target.tolerance:.1%}")
-        if target.tolerance is not None and target in TARGETS and abs(worst) > MAX_SINGLE:
-            wrong.append(f"{target.name}: one seed off by {worst:+.1%}, allowed {MAX_SINGLE:.0%}")
-    return wrong
+        off, worst = median / target.published - 1, max((v / target.published - 1 for v in values), key=abs)
+        rows.append(Row(target, median, off, worst))
+    return rows
+
+
+def markdown(rows: Sequence[Row], seeds: Sequence[int]) -> str:
+    """The rows as a table for the documentation."""
+    lines = [
+        f"Medians over the seeds {min(seeds)} to {max(seeds)}, which the fit has not seen.",
+        "",
+        "| quantity | published | median | off | worst seed | may be off |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        allowed = "" if row.target.tolerance is None else f"{row.target.tolerance:.1%}"
+        figures = f"{row.target.published:,.6g} | {row.median:,.6g} | {row.off:+.1%} | {row.worst:+.1%}"
+        lines.append(f"| {row.target.name} | {figures} | {allowed} |")
+    return "\n".join(lines)
+
+
+def refreshed(text: str, table: str) -> str:
+    """The documentation's text with `table` between its markers. Raises ValueError when a marker is missing."""
+    if text.count(OPENING) != 1 or text.count(CLOSING) != 1:
+        raise ValueError(f"the text must have one table between its markers {OPENING} and {CLOSING}")
+    before, rest = text.split(OPENING)
+    return f"{before}{OPENING}\n{table}\n{CLOSING}{rest.split(CLOSING)[1]}"
 
 
 def main() -> int:
@@ -229,13 +268,19 @@ def main() -> int:
     parser.add_argument("command", choices=["fit", "check"])
     parser.add_argument("--steps", type=int, default=3, help="iterations of the fit")
     parser.add_argument("--seeds", type=int, nargs="*", default=CHECK_SEEDS, help="of the check")
+    parser.add_argument("--write", type=Path, help="file whose table the check renews, docs/agentx.md")
     arguments = parser.parse_args()
     if arguments.command == "fit":
         recipe = fit(Recipe(), arguments.steps)
         for dial in DIALS:
             print(f"{dial.parameter} = {get(recipe, dial.parameter):.4g}")
         return 0
-    wrong = check(Recipe(), arguments.seeds)
+    rows = check(Recipe(), arguments.seeds)
+    table = markdown(rows, arguments.seeds)
+    print(table)
+    if arguments.write:
+        arguments.write.write_text(refreshed(arguments.write.read_text(), table))
+    wrong = [row.complaint for row in rows if row.complaint]
     print("\n".join(wrong) or "every median and every seed within its bounds")
     return 1 if wrong else 0
 

@@ -100,6 +100,7 @@ def test_a_file_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     )
     sessions, requests, grown = map(int, done.stdout.split())
     assert (sessions, requests) == (19, 19 * 200)
+    path.unlink()
     assert grown < size / 6
 
 
