@@ -54,8 +54,7 @@ class Workload:
             scenario=self.scenario,
             time_scale=1.0,
             token_scale=1.0,
-            warmup_requests=0 if self.scenario == FIXED else 1,
-            grace_wall_s=0.0 if self.scenario == FIXED else base.scenario.grace_wall_s,
+            warmup_requests=1,
         )
         tier = replace(base.tier, speculation=Speculation(0), draft_moe_layers=0)
         return RunProfile(scenario=scenario, tier=tier)
@@ -70,7 +69,10 @@ class Workload:
             raise ConfigError(must_be("rows", wanted, self.rows))
         per_rank = self.rows // rows_per_request
         return RunProfile(
-            scenario=replace(profile.scenario, concurrency=per_rank * info.num_ranks),
+            # Endless requests can be waited for neither before nor after the profile.
+            scenario=replace(
+                profile.scenario, concurrency=per_rank * info.num_ranks, warmup_requests=0, grace_wall_s=0.0
+            ),
             # All prompts first, so that from then on every step is the same.
             tier=replace(
                 profile.tier,

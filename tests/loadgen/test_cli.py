@@ -232,7 +232,9 @@ def test_fixed_rows_are_the_same_in_every_step(
     connected: Callable[..., RealTimeTier], tmp_path: Path
 ) -> None:
     tier = connected()
-    status, text = invoke("--scenario", "fixed", "--rows", "48", *SIMPLE, out=tmp_path)
+    status, text = invoke(
+        "--scenario", "fixed", "--rows", "48", "--warmup-requests", "3", *SIMPLE, out=tmp_path
+    )
     assert status == 0, text
     report = json.loads((tmp_path / "report.json").read_text())
     steady = [rows for rows, phases in tier.steps if set(phases) == {"decode"}]
