@@ -6,7 +6,9 @@
 #pragma once
 #include "shadow.h"
 
-typedef struct Clock { u32 n; u32 *c; } Clock;
+enum { CHUNK = 64 };
+typedef struct Chunk { u32 refs, v[CHUNK]; } Chunk;
+typedef struct Clock { u32 n; Chunk **c; } Clock; /* shared chunks of CHUNK entries */
 enum { LV_SEEN, LV_PERFORMED, LV_AGENT, LV_SYSTEM, NUM_LEVELS };
 enum { MAX_PENDING = 64 };
 
@@ -51,7 +53,7 @@ typedef struct RaceState {
 
 void clock_join(Clock *a, const Clock *b);
 void clock_set(Clock *a, u32 id, u32 value);
-static inline u32 clock_get(const Clock *a, u32 id) { return id < a->n ? a->c[id] : 0; }
+static inline u32 clock_get(const Clock *a, u32 id) { return id / CHUNK < a->n && a->c[id / CHUNK] ? a->c[id / CHUNK]->v[id % CHUNK] : 0; }
 void clock_copy(Clock *a, const Clock *b);
 void clock_free(Clock *a);
 void snapshot_drop(Snapshot *s);
