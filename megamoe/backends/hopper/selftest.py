@@ -341,10 +341,14 @@ def soak(ranks: Ranks, checks: Checks, num_steps: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="check the Hopper backend on this GPU")
     parser.add_argument("--soak", type=int, default=50, help="mixed steps of the soak")
+    shapes = {shape.name: shape for shape in (SHAPE, ODD_SHAPE)}
+    formats = [RowFormat.BF16, RowFormat.FP8]
+    parser.add_argument("--shapes", nargs="+", choices=list(shapes), default=list(shapes))
+    parser.add_argument("--row-formats", nargs="+", choices=formats, type=RowFormat, default=formats)
     chosen = parser.parse_args(arguments)
     checks = Checks()
-    for shape in (SHAPE, ODD_SHAPE):
-        for row_format in (RowFormat.BF16, RowFormat.FP8):
+    for shape in [shapes[name] for name in chosen.shapes]:
+        for row_format in chosen.row_formats:
             started = time.monotonic()
             with Ranks(shape, row_format, capacity=CAPACITY if shape is SHAPE else 32) as ranks:
                 print(f"opened {shape.name} {row_format} in {time.monotonic() - started:.1f} s", flush=True)
