@@ -316,3 +316,14 @@ def test_a_real_device_is_refused_where_there_is_none() -> None:
     bundle = plan_bundle(Deployment(shape=shape_of(), backend="gfx950"))
     with pytest.raises(ConfigError, match="needs a ROCm build of torch and an MI355X"):
         open_backend("gfx950", bundle, rank=0, group_name="megamoe-none", num_slots=1, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_on_all_compute_units(path: Path) -> None:
+    """256 compute units in 8 dies, as an MI355X has: grids of that size, workgroups spread over the dies."""
+    with Ranks(emulated(shape_of()), seed=13, num_cus=256) as ranks:
+        weights = ranks.bind()
+        batches = batches_of(ranks.shape, [12, 0, 3, 32, 1, 5, 2, 9], "zipf", no_expert_share=0.1)
+        outs, _ = ranks.run(path, batches)
+        check(outs, [quantized_moe(batch, weights, ranks.shape) for batch in batches])
+        assert ranks.reports() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,11 @@ def test_without_a_linker_the_error_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs ld.lld: install ROCm or the package ziglang"):
         build._linker_folder()
+
+
+def test_nothing_foreign_is_imported_before_it_is_needed() -> None:
+    """The backend, its devices for the CPU and its tools: without FlyDSL, MORI or HIP."""
+    names = ["backend", "launches", "device.shared", "device.emulated", "compile_ahead", "bench", "lockstep"]
+    imports = "; ".join(f"import megamoe.backends.gfx950.{name}" for name in names)
+    check = "import sys; found = {'flydsl', 'mori', 'triton'} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", f"{imports}; {check}"], check=True, timeout=100)

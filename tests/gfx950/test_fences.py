@@ -1,0 +1,64 @@
+"""The fences, waits and barriers of our own kernels are needed: without one kind of them the detectors speak up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megamoe.backends.gfx950 import launches
+from megamoe.backends.gfx950.build import Code, KernelSpec, load_or_compile
+from megamoe.backends.gfx950.emulator.code_object import Kernel
+from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, shape_of
+from megamoe.bundle import Path
+from megamoe.errors import MegaMoeError
+
+NOP = bytes.fromhex("000080bf")
+
+
+def without(kernel: Kernel, mnemonic: str) -> Kernel:
+    """The kernel with every instruction of that name replaced by s_nop."""
+    code = bytearray(kernel.code)
+    dropped = [one for one in kernel.instructions if one.mnemonic == mnemonic]
+    assert dropped, f"{kernel.name} has no {mnemonic}"
+    for one in dropped:
+        code[one.offset : one.offset + one.size] = NOP * (one.size // 4)
+    return replace(kernel, code=bytes(code), name=f"{kernel.name} without {mnemonic}")
+
+
+def run(path: Path, *, identity: bool, seed: int) -> list[str]:
+    with Ranks(emulated(shape_of(num_experts=16)), seed=seed) as ranks:
+        if identity:
+            ranks.bind_identity()
+        else:
+            ranks.bind()
+        try:
+            ranks.run(path, batches_of(ranks.shape, [3, 1, 4, 1, 5, 9, 2, 6]))
+        except MegaMoeError as error:
+            return [str(error)]
+        return ranks.reports()
+
+
+@pytest.mark.parametrize("mnemonic", ["buffer_wbl2", "buffer_inv", "s_barrier", "s_waitcnt"])
+@pytest.mark.parametrize(
+    ("kernel", "path", "identity"),
+    [
+        ("dispatch", Path.FIXED_SLOT, True),
+        ("prepare", Path.COMPACT, True),
+        ("dispatch_gemm1", Path.FIXED_SLOT, False),
+    ],
+)
+def test_a_kernel_without_them_is_caught(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, path: Path, identity: bool, mnemonic: str
+) -> None:
+    def load(spec: KernelSpec) -> Code:
+        code = load_or_compile(spec)
+        if spec.name != kernel:
+            return code
+        mutant = Code(spec, code.code)
+        mutant.__dict__["kernel"] = without(code.kernel, mnemonic)
+        return mutant
+
+    monkeypatch.setattr(launches, "load_or_compile", load)
+    found = [text for seed in (1, 2, 3) for text in run(path, identity=identity, seed=seed)]
+    assert found, f"{kernel} without {mnemonic} must be reported, or fault"
