@@ -124,11 +124,11 @@ class SharedDevice:
         struct.pack_into(
             "<Q", self._segments[self.rank].buf, self._layout.region("progress").offset, _word(epoch, 0)
         )
-        return self._given_up(epoch)
+        return self.given_up(epoch)
 
     def give_up(self, epoch: int) -> tuple[int, ...]:
         """What a peer said already, else who has not come as far as this launch: posted to all ranks."""
-        told = self._given_up(epoch)
+        told = self.given_up(epoch)
         if told:
             return told
         progress = self._layout.region("progress").offset
@@ -140,7 +140,8 @@ class SharedDevice:
             struct.pack_into("<Q", segment.buf, place, _word(epoch, mask))
         return missing
 
-    def _given_up(self, epoch: int) -> tuple[int, ...]:
+    def given_up(self, epoch: int) -> tuple[int, ...]:
+        """Ranks that some rank said have not come to launch `epoch`; () if nobody gave it up."""
         line = self._layout.region("aborts").offset
         words = struct.unpack_from(f"<{self.num_ranks}Q", self._segments[self.rank].buf, line)
         masks = [word >> 32 & 0xFF for word in words if word >> 63 and word & _MASK32 == epoch]
