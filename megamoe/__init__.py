@@ -17,7 +17,7 @@ from megamoe.bundle import (
 )
 from megamoe.checkpoint import load_layer, save_layer
 from megamoe.layout import HeapLayout, Region, plan_layout
-from megamoe.path import PathPolicy, SubStep, choose_path, is_fall_off
+from megamoe.path import PathPolicy, StagedPolicies, SubStep, choose_path, is_fall_off
 from megamoe.routing import DISTRIBUTIONS, route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
@@ -50,6 +50,7 @@ __all__ = [
     "RuntimeSpec",
     "SharedSegment",
     "StageTimes",
+    "StagedPolicies",
     "StepIntent",
     "StepPlan",
     "SubStep",

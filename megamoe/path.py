@@ -63,6 +63,46 @@ class PathPolicy:
         )
 
 
+MAX_STAGED_POLICIES = 1024
+"""Policies that a rank remembers. Older ones no plan can name but one that stayed open through as many changes: who
+changes a policy waits until all ranks have staged it, so that the versions that ranks bring are close together."""
+
+
+class StagedPolicies:
+    """The policies that a rank has staged, by version: the newest is what it brings, older ones may still be agreed."""
+
+    def __init__(self, first: PathPolicy) -> None:
+        self._by_version = {first.version: first}
+        self.newest = first
+
+    def stage(self, policy: PathPolicy) -> None:
+        """Add a newer policy. The same one twice is no error.
+
+        Raises ConfigError when the version is known with other contents or is older than the newest.
+        """
+        if self._by_version.get(policy.version) == policy:
+            return
+        newest = self.newest.version
+        if policy.version <= newest:
+            raise ConfigError(must_be("policy.version", f"above the staged {newest}", policy.version))
+        self._by_version[policy.version] = self.newest = policy
+        if len(self._by_version) > MAX_STAGED_POLICIES:
+            del self._by_version[min(self._by_version)]
+
+    def of(self, version: int) -> PathPolicy:
+        """The policy of an agreed version. Raises ConfigError if this rank has none such."""
+        try:
+            return self._by_version[version]
+        except KeyError:
+            known = ", ".join(map(str, sorted(self._by_version)[-8:]))
+            raise ConfigError(
+                must_be("policy_version of the plan", f"one staged here ({known})", version)
+            ) from None
+
+    def __contains__(self, policy: PathPolicy) -> bool:
+        return self._by_version.get(policy.version) == policy
+
+
 @dataclass(frozen=True, kw_only=True)
 class SubStep:
     """One executed piece of a layer call: rows [start_row, stop_row) of every rank, on one path.

@@ -22,7 +22,7 @@ from megamoe.errors import (
     StaleCallError,
     must_be,
 )
-from megamoe.path import PathPolicy, SubStep, choose_path
+from megamoe.path import PathPolicy, StagedPolicies, SubStep, choose_path
 from megamoe.selftest import ExpertRows, check_expert
 from megamoe.step import StepPlan
 from megamoe.weights import LayerWeights, check_binding
@@ -38,7 +38,7 @@ class Runtime:
         self.backend = backend
         self.rank = rank
         self.num_slots = num_slots
-        self._policies = {0: PathPolicy.of(bundle.deployment)}
+        self._policies = StagedPolicies(PathPolicy.of(bundle.deployment))
         self._next_sequence = 0
         self._plan: StepPlan | None = None
         self._sub_steps: tuple[SubStep, ...] = ()
@@ -92,31 +92,18 @@ class Runtime:
     @property
     def policy(self) -> PathPolicy:
         """The newest staged policy."""
-        return self._policies[max(self._policies)]
+        return self._policies.newest
 
     def stage_policy(self, policy: PathPolicy) -> None:
         """Make a newer policy known; a plan takes it when all ranks have it. The same one twice is no error.
 
         Raises ConfigError when the version is known with other contents or is older than the newest.
         """
-        known = self._policies.get(policy.version)
-        if known == policy:
-            return
-        if known is not None or policy.version < self.policy.version:
-            raise ConfigError(
-                must_be("policy.version", f"above the staged {self.policy.version}", policy.version)
-            )
-        self._policies[policy.version] = policy
+        self._policies.stage(policy)
 
     def policy_of(self, version: int) -> PathPolicy:
         """The staged policy of an agreed version. Raises ConfigError if this rank has none such."""
-        try:
-            return self._policies[version]
-        except KeyError:
-            known = ", ".join(map(str, sorted(self._policies)))
-            raise ConfigError(
-                must_be("policy_version of the plan", f"one staged here ({known})", version)
-            ) from None
+        return self._policies.of(version)
 
     # ------------------------------------------------------------------------------------- forward
 

@@ -9,12 +9,13 @@ ranks answer it. One caller of these methods at a time (the step loop's lock).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megamoe import Bundle, PathPolicy, Phase, PlanId, StepIntent, StepPlan, choose_path
+from megamoe import Bundle, PathPolicy, Phase, PlanId, StagedPolicies, StepIntent, StepPlan, choose_path
 from megamoe.errors import (
     AgreementError,
+    ConfigError,
     InvalidArgumentError,
     MegaMoeError,
     StaleCallError,
@@ -74,7 +75,7 @@ class PlanBook:
         rank: int,
         bundle: Bundle,
         *,
-        policies: Mapping[int, PathPolicy],
+        policies: StagedPolicies,
         step_timeout_s: float,
         lease_timeout_s: float,
         limits: AdmissionLimits,
@@ -386,7 +387,7 @@ class PlanBook:
             dtype=request.dtype,
             weights_version=self.versions.weights,
             placement_version=self.versions.placement,
-            policy_version=max(self._policies),
+            policy_version=self._policies.newest.version,
             draining=self.draining,
             num_rows_per_rank=request.num_rows_per_rank,
         )
@@ -407,18 +408,14 @@ class PlanBook:
         plan.plan = outcome.plan
         plan.has_counts = outcome.has_counts
         plan.status = PlanStatus.CLOSED if plan.close_requested else PlanStatus.OPEN
-        policy = self._policies.get(outcome.plan.policy_version)
-        if policy is None:
+        try:
+            plan.policy = self._policies.of(outcome.plan.policy_version)
+        except ConfigError as error:
             # Agreed on something that this rank does not have: all ranks get this error with the first layer call.
-            plan.poison = ErrorReply(
-                code="internal",
-                message=f"rank {self._rank} must have policy version {outcome.plan.policy_version}, got "
-                f"{sorted(self._policies)}",
-            )
+            plan.poison = ErrorReply(code="internal", message=f"rank {self._rank}: {error}")
         else:
-            plan.policy = policy
-            plan.sub_steps = choose_path(outcome.plan, self._bundle, policy)
-            self._on_plan(outcome.plan, policy)
+            plan.sub_steps = choose_path(outcome.plan, self._bundle, plan.policy)
+            self._on_plan(outcome.plan, plan.policy)
         self._board.mark_progress(self._rank)
         for answer in plan.answers:
             self._answer_intent(plan, answer)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megamoe import Bundle, MoeOutput, PathPolicy, StepPlan, SubStepReport
-from megamoe.errors import InternalError, MegaMoeError
+from megamoe import Bundle, MoeOutput, PathPolicy, StagedPolicies, StepPlan, SubStepReport
+from megamoe.errors import InternalError, MegaMoeError, StaleCallError, must_be
 from service import ring_codec
 from service.admission import AdmissionLimits
 from service.board import Board, error_of
@@ -85,7 +85,7 @@ class RankState:
         self.board = board
         self.rank = rank
         self.rings = list(rings)
-        self.policies = {policy.version: policy}
+        self.policies = StagedPolicies(policy)
         self.to_stage: list[tuple[Record, PathPolicy]] = []
         """Policies that the device thread must stage."""
         self._observer = observer
@@ -148,7 +148,7 @@ class RankState:
 
     def staged(self, record: Record, policy: PathPolicy) -> None:
         """The device thread staged a policy: this rank's next intents say so."""
-        self.policies[policy.version] = policy
+        self.policies.stage(policy)
         if self._observer is not None:
             self._observer.record_policy(policy)
         self.answer(record, DoneReply())
@@ -201,12 +201,11 @@ class RankState:
                 raise InternalError(f"{type(request).__name__} is no control message; this is a bug")
 
     def _take_policy(self, record: Record, policy: PathPolicy) -> None:
-        known = self.policies.get(policy.version)
-        if known == policy:
+        newest = self.policies.newest.version
+        if policy in self.policies:
             self.answer(record, DoneReply())
-        elif policy.version <= max(self.policies):
-            message = f"policy.version must be above {max(self.policies)}, got {policy.version}"
-            self.answer(record, ErrorReply(code="stale_call", message=message))
+        elif policy.version <= newest:
+            raise StaleCallError(must_be("policy.version", f"above {newest}", policy.version))
         else:
             self.to_stage.append((record, policy))
 

@@ -160,7 +160,7 @@ class StepLoop:
     def policy(self) -> PathPolicy:
         """The newest policy that this rank has staged."""
         with self._lock:
-            return self.state.policies[max(self.state.policies)]
+            return self.state.policies.newest
 
     @property
     def in_flight(self) -> int:

@@ -15,6 +15,7 @@ from megamoe import (
     PathPolicy,
     Phase,
     PlanId,
+    StagedPolicies,
     StepIntent,
     StepPlan,
     agree,
@@ -30,6 +31,7 @@ from megamoe.errors import (
     InvalidArgumentError,
     MegaMoeError,
 )
+from megamoe.path import MAX_STAGED_POLICIES
 
 DEMO = Deployment(
     shape=preset("demo"),
@@ -227,3 +229,19 @@ def test_compact_cannot_be_switched_off_and_versions_rise() -> None:
 def test_policy_of_another_version_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"policy\.version"):
         choose_path(plan_of(4, Phase.DECODE), BUNDLE, PathPolicy(version=3))
+
+
+def test_staged_policies_are_bounded() -> None:
+    staged = StagedPolicies(PathPolicy())
+    first = staged.newest
+    while staged.newest.version < MAX_STAGED_POLICIES - 1:
+        staged.stage(staged.newest.with_path(Path.SMALL_M, not staged.newest.small_m_enabled))
+    assert staged.of(0) == first
+    assert first in staged
+    staged.stage(staged.newest.with_path(Path.LARGE_M, True))
+    assert staged.newest.version == MAX_STAGED_POLICIES
+    assert staged.of(1).small_m_enabled
+    with pytest.raises(ConfigError, match="policy_version of the plan must be one staged here"):
+        staged.of(0)
+    with pytest.raises(ConfigError, match="policy.version must be above the staged"):
+        staged.stage(first)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe import Path, PathPolicy, Phase, PlanId, StepPlan, SubStepReport
+from megamoe import Path, PathPolicy, Phase, PlanId, StagedPolicies, StepPlan, SubStepReport
 from megamoe.errors import PeerTimeoutError
 from service.admission import AdmissionLimits
 from service.board import CallId
@@ -759,7 +759,7 @@ def test_nobody_calls_without_a_lease(group: Group) -> None:
 
 def test_a_new_policy_takes_effect_at_one_step_on_all_ranks(tier: Tier) -> None:
     group = tier.group
-    old = group.states[0].policies[0]
+    old = group.states[0].policies.newest
     new = old.with_path(Path.FIXED_SLOT, False)
     assert tier.open((2, 1, 0, 3)).policy_version == 0
     for rank in (0, 1, 3):
@@ -779,16 +779,21 @@ def test_a_new_policy_takes_effect_at_one_step_on_all_ranks(tier: Tier) -> None:
 
 def test_a_rank_that_lacks_the_agreed_policy_is_an_error_on_all(tier: Tier) -> None:
     group = tier.group
-    new = group.states[0].policies[0].with_path(Path.FIXED_SLOT, False)
+    new = group.states[0].policies.newest.with_path(Path.FIXED_SLOT, False)
     for rank in range(RANKS):
         assert group.ask(rank, PolicyRequest(policy=new)) == DoneReply()
-    del group.states[3].policies[1]
-    group.states[3].policies[2] = PathPolicy(version=2)
+    forgetful = StagedPolicies(PathPolicy(version=0))
+    forgetful.stage(PathPolicy(version=2))
+    group.states[3].plans._policies = forgetful
     _, requests = tier.intents()
     replies = group.ask_all(requests)
     assert isinstance(replies[3], ErrorReply)
     assert isinstance(replies[0], PlanReply)
-    one_error(tier.layer(replies[0].plan), "internal", "rank 3 must have policy version 1")
+    one_error(
+        tier.layer(replies[0].plan),
+        "internal",
+        "rank 3: policy_version of the plan must be one staged here (0, 2), got 1",
+    )
 
 
 # ------------------------------------------------------------------------------ the group goes down
@@ -891,7 +896,7 @@ def test_observers_hear_of_every_plan_call_and_error_on_their_rank(group_name: s
         for rank in (2, 3, 0):
             group.send(rank, calls[rank])
             group.settle()
-        policy = group.states[1].policies[0].with_path(Path.SMALL_M, True)
+        policy = group.states[1].policies.newest.with_path(Path.SMALL_M, True)
         group.ask(1, PolicyRequest(policy=policy))
         large = ["compact", "compact"]
         wanted = [
