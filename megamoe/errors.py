@@ -7,7 +7,7 @@ spelling that crosses process borders (ring, board, metrics label) and comes bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 
@@ -146,9 +146,28 @@ _ALL: tuple[type[MegaMoeError], ...] = (
 ERROR_BY_CODE: dict[str, type[MegaMoeError]] = {error.code: error for error in _ALL}
 
 
-def error_from_code(code: str, message: str) -> MegaMoeError:
-    """The exception of class `code` with `message`; an unknown code becomes InternalError."""
-    return ERROR_BY_CODE.get(code, InternalError)(message)
+def ranks_of(error: MegaMoeError) -> tuple[int, ...]:
+    """The ranks that an error names: those that are missing, or that refused."""
+    if isinstance(error, PeerTimeoutError):
+        return error.missing_ranks
+    return error.refusing_ranks if isinstance(error, PeerRefusedError) else ()
+
+
+def error_from_code(
+    code: str,
+    message: str,
+    ranks: Iterable[int] = (),
+    *,
+    classes: Mapping[str, type[MegaMoeError]] = ERROR_BY_CODE,
+) -> MegaMoeError:
+    """The exception of class `code` with `message`, naming `ranks` if its class names any; what `ranks_of` undoes.
+
+    An unknown code becomes InternalError. classes: subclasses of them by code, to make these instead.
+    """
+    kind = classes.get(code, classes[InternalError.code])
+    if issubclass(kind, PeerTimeoutError | PeerRefusedError):
+        return kind(message, ranks)
+    return kind(message)
 
 
 def must_be(field: str, wanted: object, got: object) -> str:

@@ -26,7 +26,6 @@ from service.board import (
     INTENT_BYTES,
     NUM_ENTRIES,
     Board,
-    error_of,
     intent_at,
     keys_at,
     pack_error,
@@ -298,7 +297,7 @@ class IntentTable:
             plan = agree([intent for intent, _ in brought], max_step_rows=self._max_step_rows)
             admit([load for _, load in brought], plan.max_rows, self._limits)
         except MegaMoeError as error:
-            return error_of(error)
+            return ErrorReply.of(error)
         return Agreed(plan, any(intent.num_rows_per_rank is not None for intent, _ in brought))
 
     def uncalled_step(self, serial: int, micro_batch_idx: int) -> tuple[PlanId, tuple[int, ...], str] | None:

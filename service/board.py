@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megamoe import PlanId, SharedSegment
-from megamoe.errors import InvalidArgumentError, MegaMoeError, UnavailableError, error_from_code, must_be
+from megamoe.errors import InvalidArgumentError, UnavailableError, must_be
 from service.messages import ErrorReply
 from service.ring_codec import cut_text
 
@@ -61,21 +61,6 @@ def unpack_error(buf: memoryview, at: int) -> ErrorReply:
         message=bytes(buf[at + _ERROR.size : at + _ERROR.size + text_len]).decode(),
         missing_ranks=tuple(rank for rank in range(MAX_RANKS) if missing >> rank & 1),
     )
-
-
-def error_of(error: MegaMoeError) -> ErrorReply:
-    """What crosses processes of an exception."""
-    return ErrorReply(
-        code=error.code, message=str(error), missing_ranks=tuple(getattr(error, "missing_ranks", ()))
-    )
-
-
-def exception_of(error: ErrorReply) -> MegaMoeError:
-    """The exception that an error was, as raised to a caller of this process."""
-    made = error_from_code(error.code, error.message)
-    if error.missing_ranks:
-        made.missing_ranks = error.missing_ranks  # type: ignore[attr-defined]
-    return made
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from megamoe import Bundle, MoeOutput
 from megamoe.errors import InvalidArgumentError, MegaMoeError, PeerRefusedError, StaleCallError, must_be
-from service.board import Board, CallId, error_of
+from service.board import Board, CallId
 from service.call_order import CallOrder, Slot, SlotState
 from service.lease import check_serial
 from service.messages import ErrorReply, LayerReply, Reply
@@ -104,7 +104,7 @@ class CallQueue:
         try:
             plan = self._plans.open_for_calls(head.lease_serial, head.plan_id)
         except StaleCallError as stale:
-            refusal = error_of(stale)
+            refusal = ErrorReply.of(stale)
         if refusal is None and head.refusal is not None:
             refusal = ErrorReply(code=head.refusal[0], message=head.refusal[1])
         timeout_s = self._plans.step_timeout_s if plan is None else plan.timeout_s
@@ -169,7 +169,7 @@ class CallQueue:
             return None, False
         if lease_over and not plan.needs_no_call(self._rank):
             # Our caller will not come any more: do not let the others wait for it.
-            error = error_of(StaleCallError(f"lease {slot.call.lease_serial} is over"))
+            error = ErrorReply.of(StaleCallError(f"lease {slot.call.lease_serial} is over"))
             return self._refused(sequence, error, None)
         if not plan.needs_no_call(self._rank):
             return None, True
@@ -198,7 +198,7 @@ class CallQueue:
             slot, conflict = self._order.join(call.sequence, call.call_id)
         except StaleCallError as stale:
             # The board forgot it: it ran without us, so it was empty or given up.
-            self._done(call, error_of(stale) if plan.plan.total_rows else self._empty(call))
+            self._done(call, ErrorReply.of(stale) if plan.plan.total_rows else self._empty(call))
             return None, False
         if slot.state is SlotState.GIVEN_UP:
             self._done(call, slot.error or _UNKNOWN)
@@ -253,7 +253,7 @@ class CallQueue:
                     must_be("dtype of the rows", f"{plan.plan.dtype}, as agreed", record.dtype_name)
                 )
         except MegaMoeError as error:
-            return error_of(error)
+            return ErrorReply.of(error)
         return None
 
     def _refused(self, sequence: int, refusal: ErrorReply, call: Call | None) -> tuple[Work | None, bool]:
@@ -261,7 +261,7 @@ class CallQueue:
         try:
             slot = self._order.refuse(sequence, refusal)
         except StaleCallError as stale:
-            self._done_or_skip(call, error_of(stale))
+            self._done_or_skip(call, ErrorReply.of(stale))
             return None, False
         if slot.state is SlotState.GIVEN_UP:
             self._done_or_skip(call, slot.error or _UNKNOWN)
@@ -347,7 +347,7 @@ class CallQueue:
             reply = self._order.refusal(sequence)
         else:
             error = (
-                error_of(result)
+                ErrorReply.of(result)
                 if isinstance(result, MegaMoeError)
                 else ErrorReply(
                     code="internal", message=f"rank {self._rank}: {type(result).__name__}: {result}"
@@ -366,7 +366,7 @@ class CallQueue:
                 try:
                     self._answer_done(call.record, sequence, call.call_id)
                 except StaleCallError as stale:
-                    self._answer(call.record, error_of(stale))
+                    self._answer(call.record, ErrorReply.of(stale))
         return reply
 
     def _remember(self, sequence: int, call_id: CallId | None, reply: Reply) -> None:

@@ -25,7 +25,8 @@ from megamoe import (
     SubStep,
     SubStepReport,
 )
-from megamoe.errors import InternalError, InvalidArgumentError, MegaMoeError, error_from_code, must_be
+from megamoe.errors import InternalError, InvalidArgumentError, must_be
+from service.messages import ErrorReply
 from service.pb import moe_pb2 as pb
 
 _Code = grpc.StatusCode
@@ -59,32 +60,11 @@ def status_of(code: str) -> grpc.StatusCode:
     return STATUS_BY_CODE.get(code, _Code.INTERNAL)
 
 
-def missing_ranks_of(error: Exception) -> tuple[int, ...]:
-    return tuple(getattr(error, "missing_ranks", ()) or getattr(error, "refusing_ranks", ()))
-
-
-def error_to_pb(error: MegaMoeError) -> pb.Error:
-    return error_message(error.code, str(error), missing_ranks_of(error))
-
-
-def error_message(code: str, message: str, missing_ranks: tuple[int, ...] = ()) -> pb.Error:
-    status: Any = status_of(code).value
-    return pb.Error(code=code, status=status[0], message=message, missing_ranks=missing_ranks)
-
-
-def error_from_pb(error: pb.Error) -> MegaMoeError:
-    """The exception that an Error message stands for."""
-    return error_of(error.code, error.message, tuple(error.missing_ranks))
-
-
-def error_of(code: str, message: str, missing_ranks: tuple[int, ...] = ()) -> MegaMoeError:
-    """The exception of class `code`, with the ranks that it names."""
-    error = error_from_code(code, message)
-    if hasattr(error, "missing_ranks"):
-        error.missing_ranks = missing_ranks
-    elif hasattr(error, "refusing_ranks"):
-        error.refusing_ranks = missing_ranks
-    return error
+def error_to_pb(error: ErrorReply) -> pb.Error:
+    status: Any = status_of(error.code).value
+    return pb.Error(
+        code=error.code, status=status[0], message=error.message, missing_ranks=error.missing_ranks
+    )
 
 
 # ---------------------------------------------------------------------------------------------- enums
@@ -115,13 +95,6 @@ def enum_from_pb(kind: type[E], number: int, field: str) -> E:
         wanted = " or ".join(prefix + str(known) for known in kind)
         raise InvalidArgumentError(must_be(field, wanted, number))
     return member  # type: ignore[return-value]
-
-
-def phase_from_pb(number: int, num_rows: int, field: str = "phase") -> Phase:
-    """Phase of a rank: unspecified means idle without rows; with rows it must be said."""
-    if number == pb.PHASE_UNSPECIFIED and num_rows == 0:
-        return Phase.IDLE
-    return enum_from_pb(Phase, number, field)
 
 
 # ---------------------------------------------------------------------------------------------- plans

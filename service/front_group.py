@@ -19,7 +19,6 @@ from typing import Any
 
 from megamoe import MoeBatch, PathPolicy, Phase, PlanId, StepPlan, SubStep
 from megamoe.errors import InternalError, MegaMoeError, OverloadedError, PeerTimeoutError, UnavailableError
-from service import codec
 from service.messages import (
     CloseRequest,
     DrainRequest,
@@ -245,8 +244,7 @@ class FrontGroup:
             replies[rank] = self._wait_one(rank, ticket, deadline)
         errors = [reply for reply in replies.values() if isinstance(reply, ErrorReply)]
         if errors:
-            told = min(errors, key=lambda error: error.code == "peer_refused")
-            raise codec.error_of(told.code, told.message, told.missing_ranks)
+            raise min(errors, key=lambda error: error.code == "peer_refused").exception()
         return replies
 
     def _wait_one(self, rank: int, ticket: Ticket, deadline: float) -> Reply:

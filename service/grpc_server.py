@@ -17,7 +17,7 @@ from grpc_health.v1 import health as _health_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from megamoe.errors import ConfigError, InternalError, InvalidArgumentError, MegaMoeError, must_be
+from megamoe.errors import ConfigError, InternalError, InvalidArgumentError, MegaMoeError, must_be, ranks_of
 from service import codec
 from service.pb import moe_pb2 as pb
 from service.ring_codec import cut_text
@@ -164,7 +164,7 @@ def elsewhere(kind: Callable[..., Any], sentence: str) -> Any:
 async def abort(context: Any, error: MegaMoeError) -> None:
     """End a unary call with the status of `error`; the code and the ranks it names go into trailing metadata."""
     metadata = [(codec.ERROR_CODE_METADATA, error.code)]
-    missing = codec.missing_ranks_of(error)
+    missing = ranks_of(error)
     if missing:
         metadata.append((codec.MISSING_RANKS_METADATA, ",".join(map(str, missing))))
     sentence = cut_text(str(error)).decode()  # trailing metadata above 8 KB would become another error

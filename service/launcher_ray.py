@@ -17,7 +17,14 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megamoe.errors import ConfigError, MegaMoeError, PeerTimeoutError, UnavailableError, must_be
+from megamoe.errors import (
+    ConfigError,
+    MegaMoeError,
+    PeerTimeoutError,
+    UnavailableError,
+    error_from_code,
+    must_be,
+)
 from service.config import ServiceConfig
 from service.info import Addresses
 from service.launcher import RankSpec, RankUp, cpus_per_rank, rank_environment, refuse_many_hosts
@@ -165,7 +172,8 @@ class RayLauncher:
             except RayError as error:
                 raise UnavailableError(f"rank {rank} ended before it was up: {error}") from error
             if "failed" in said:
-                raise _error(rank, said["failed"])
+                failed = said["failed"]
+                raise error_from_code(failed["code"], f"rank {rank}: {failed['message']}")
             ups[rank] = RankUp(**said["up"])
         return [ups[rank] for rank in range(len(ups))]
 
@@ -200,12 +208,6 @@ class RayLauncher:
         self.stop(timeout_s=0.1)
         if self._connected_here:
             ray.shutdown()
-
-
-def _error(rank: int, failed: dict[str, str]) -> MegaMoeError:
-    from megamoe.errors import error_from_code
-
-    return error_from_code(failed["code"], f"rank {rank}: {failed['message']}")
 
 
 def _why(ref: Any) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megamoe import PathPolicy, Phase, PlanId, StepPlan, SubStep, SubStepReport
+from megamoe.errors import MegaMoeError, error_from_code, ranks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +128,22 @@ class DoneReply:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReply:
-    """A refusal or a failure: `code` of megamoe.errors and its sentence, the same on all ranks."""
+    """A refusal or a failure: `code` of megamoe.errors, its sentence and the ranks it names, the same on all ranks.
+
+    It is what crosses processes of an exception: `of` and `exception` go from one to the other.
+    """
 
     code: str
     message: str
     missing_ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: MegaMoeError) -> ErrorReply:
+        return cls(code=error.code, message=str(error), missing_ranks=ranks_of(error))
+
+    def exception(self) -> MegaMoeError:
+        """A new exception of the class that `code` names."""
+        return error_from_code(self.code, self.message, self.missing_ranks)
 
 
 Reply = LeaseReply | PlanReply | LayerReply | DoneReply | ErrorReply

@@ -24,7 +24,7 @@ from megamoe.errors import (
 )
 from service.admission import AdmissionLimits, RankLoad
 from service.agreement import DTYPES, Agreed, IntentTable, Outcome
-from service.board import Board, error_of
+from service.board import Board
 from service.lease import Lease, LeaseTable, check_serial
 from service.messages import CloseRequest, ErrorReply, IntentRequest, PlanReply
 from service.plan_state import Answer, PlanState, PlanStatus, not_open
@@ -125,10 +125,10 @@ class PlanBook:
                     elif plan.status is PlanStatus.POSTED:
                         self._table.mark_settled(plan.lease_serial, plan.plan_id)
                         micro_batch.unsettled.remove(plan)
-                        self._fail(plan, error_of(stale))
+                        self._fail(plan, ErrorReply.of(stale))
                     elif plan.status is PlanStatus.WAITING:
                         micro_batch.waiting.remove(plan)
-                        self._fail(plan, error_of(stale))
+                        self._fail(plan, ErrorReply.of(stale))
 
     def check_lease(self, serial: int, now: float) -> None:
         """Raise StaleCallError unless `serial` is in force; else the holder was heard of just now."""
@@ -193,7 +193,7 @@ class PlanBook:
             answer(known.poison)
         elif request.num_rows or (counts is not None and counts != known.counts):
             said = list(counts) if counts is not None else f"num_rows {request.num_rows} of rank {self._rank}"
-            known.poison = error_of(
+            known.poison = ErrorReply.of(
                 AgreementError(
                     must_be(
                         f"counts of plan {known.plan_id}",
@@ -346,7 +346,7 @@ class PlanBook:
         try:
             intent = self._intent(request, plan.plan_id)
         except MegaMoeError as error:
-            refused = error_of(error)
+            refused = ErrorReply.of(error)
             intent = StepIntent(
                 rank=self._rank,
                 num_ranks=self._board.num_ranks,

@@ -160,7 +160,7 @@ class RankServicer:
         try:
             parts = _fill(message, call.message, self._reply_of(call))
         except MegaMoeError as error:
-            message.error.CopyFrom(codec.error_to_pb(error))
+            message.error.CopyFrom(codec.error_to_pb(ErrorReply.of(error)))
             parts = ()
         if call.pending is None:  # what reached the step loop is counted there
             self._metrics.record_error(message.error.code)
@@ -329,7 +329,7 @@ def _fill(reply: pb.ForwardReply, request: pb.ForwardRequest, value: Reply) -> t
             )
         )
     elif isinstance(value, ErrorReply):
-        reply.error.CopyFrom(codec.error_message(value.code, value.message, value.missing_ranks))
+        reply.error.CopyFrom(codec.error_to_pb(value))
     else:
         reply.closed.SetInParent()
     return ()

@@ -17,7 +17,7 @@ from megamoe import Bundle, MoeOutput, PathPolicy, StagedPolicies, StepPlan, Sub
 from megamoe.errors import InternalError, MegaMoeError, StaleCallError, must_be
 from service import ring_codec
 from service.admission import AdmissionLimits
-from service.board import Board, error_of
+from service.board import Board
 from service.call_queue import CallQueue, Work
 from service.messages import (
     CloseRequest,
@@ -174,11 +174,13 @@ class RankState:
             else:
                 self._control(record, record.request(), now)
         except MegaMoeError as error:
-            self.answer(record, error_of(error))
+            self.answer(record, ErrorReply.of(error))
         except Exception as error:
             log.exception("rank %d: a request failed", self.rank)
             if not record.replied:
-                self.answer(record, error_of(InternalError(f"rank {self.rank}: {error!r}; this is a bug")))
+                self.answer(
+                    record, ErrorReply.of(InternalError(f"rank {self.rank}: {error!r}; this is a bug"))
+                )
 
     def _control(self, record: Record, request: Request, now: float) -> None:
         match request:

@@ -20,7 +20,7 @@ import torch
 
 from megamoe import Bundle, MoeBatch, MoeOutput, PathPolicy, StepPlan
 from megamoe.errors import MegaMoeError
-from service.board import Board, error_of
+from service.board import Board
 from service.call_queue import Work
 from service.messages import ErrorReply
 from service.plan_book import StagedVersions
@@ -245,7 +245,7 @@ class StepLoop:
             try:
                 self._runtime.stage_policy(policy)
             except MegaMoeError as error:
-                self.state.answer(record, error_of(error))
+                self.state.answer(record, ErrorReply.of(error))
             else:
                 self.state.staged(record, replace(policy))
         self.state.to_stage.clear()

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import grpc
 
-from megamoe.errors import ERROR_BY_CODE, InternalError, MegaMoeError
+from megamoe.errors import ERROR_BY_CODE, MegaMoeError, error_from_code
 from service import codec
 from service.pb import moe_pb2 as pb
 
@@ -43,11 +43,7 @@ def remote_error(
     rank: int | None = None,
 ) -> MegaMoeError:
     """The exception of class `code` that is a RemoteError too."""
-    error: Any = _REMOTE.get(code, _REMOTE[InternalError.code])(message)
-    if hasattr(error, "missing_ranks"):
-        error.missing_ranks = missing_ranks
-    elif hasattr(error, "refusing_ranks"):
-        error.refusing_ranks = missing_ranks
+    error: Any = error_from_code(code, message, missing_ranks, classes=_REMOTE)
     error.status = status
     error.rank = rank
     return error  # type: ignore[no-any-return]
