@@ -1,19 +1,16 @@
-"""Permit or refuse at once: by agreed numbers when a plan is agreed, and by a bounded gate before the rings.
+"""Permit or refuse at once, by agreed numbers when a plan is agreed: overload is never found in the middle of one.
 
-Overload is never found in the middle of a plan. Every intent carries how loaded its rank is; `admit` is a pure
-function of those numbers, so that all ranks admit a plan or all refuse it. The `Gate` is for a process that lets
-many callers in (the front): a number of requests in flight, above which the next one is refused.
+Every intent carries how loaded its rank is; `admit` is a pure function of those numbers, so that all ranks admit a plan
+or all refuse it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from megamoe import Deployment
-from megamoe.errors import DrainingError, InvalidArgumentError, OverloadedError, must_be
+from megamoe.errors import InvalidArgumentError, OverloadedError, must_be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,46 +66,3 @@ def admit(loads: Sequence[RankLoad], max_rows: int, limits: AdmissionLimits) -> 
                     load.open_rows + max_rows,
                 )
             )
-
-
-class Gate:
-    """At most max_in_flight requests at a time; the next is refused, not queued. Thread-safe.
-
-    `with gate:` holds a place. After `drain()` every new request gets DrainingError; those inside finish.
-    """
-
-    def __init__(self, max_in_flight: int, *, setting: str = "max_in_flight") -> None:
-        if max_in_flight < 1:
-            raise InvalidArgumentError(must_be(setting, "at least 1", max_in_flight))
-        self.max_in_flight = max_in_flight
-        self._setting = setting
-        self._lock = threading.Lock()
-        self._in_flight = 0
-        self._draining = False
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight
-
-    def drain(self, draining: bool = True) -> None:
-        """From now on refuse (or, with False, permit again)."""
-        self._draining = draining
-
-    def __enter__(self) -> Gate:
-        with self._lock:
-            if self._draining:
-                raise DrainingError("the service is draining: no new steps are taken")
-            if self._in_flight >= self.max_in_flight:
-                raise OverloadedError(
-                    must_be(
-                        "requests in flight", f"at most {self._setting} = {self.max_in_flight}", "one more"
-                    )
-                )
-            self._in_flight += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._lock:
-            self._in_flight -= 1

@@ -58,16 +58,8 @@ class _MicroBatch:
     blocked: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedVersions:
-    """The newest versions that this rank has staged besides the policy's."""
-
-    weights: int = 0
-    placement: int = 0
-
-
 class PlanBook:
-    """See the module. on_plan is told of every plan that was agreed, on_error of every plan that was not."""
+    """See the module. queued_calls: layer calls that wait on this rank. on_plan is told of every plan that was agreed."""
 
     def __init__(
         self,
@@ -92,7 +84,6 @@ class PlanBook:
         self._max_step_rows = bundle.deployment.step_rows_limit
         self._table = IntentTable(board, rank, max_step_rows=self._max_step_rows, limits=limits)
         self.leases = LeaseTable(board, timeout_s=lease_timeout_s)
-        self.versions = StagedVersions()
         self.draining = False
         self._micro_batches = [_MicroBatch(idx) for idx in range(board.max_micro_batches)]
         self._lease_version = -1
@@ -385,8 +376,6 @@ class PlanBook:
             num_rows=request.num_rows,
             phase=request.phase,
             dtype=request.dtype,
-            weights_version=self.versions.weights,
-            placement_version=self.versions.placement,
             policy_version=self._policies.newest.version,
             draining=self.draining,
             num_rows_per_rank=request.num_rows_per_rank,

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,7 +22,6 @@ from megamoe.errors import MegaMoeError
 from service.board import Board
 from service.call_queue import Work
 from service.messages import ErrorReply
-from service.plan_book import StagedVersions
 from service.rank_state import LoopSettings, Observer, RankState
 from service.ring_consumer import RingConsumer
 
@@ -137,21 +135,6 @@ class StepLoop:
             for ring in self.state.rings:
                 ring.close()
 
-    def add_ring(self, ring: RingConsumer) -> None:
-        """Read one more ring from now on."""
-        with self._lock:
-            self.state.rings.append(ring)
-        self._bell(True)
-
-    def stage_versions(self, *, weights: int | None = None, placement: int | None = None) -> None:
-        """This rank has bound newer weights or holds a newer placement: its next intents say so."""
-        with self._lock:
-            versions = self.state.plans.versions
-            self.state.plans.versions = StagedVersions(
-                weights=versions.weights if weights is None else weights,
-                placement=versions.placement if placement is None else placement,
-            )
-
     @property
     def draining(self) -> bool:
         return self.state.plans.draining
@@ -247,7 +230,7 @@ class StepLoop:
             except MegaMoeError as error:
                 self.state.answer(record, ErrorReply.of(error))
             else:
-                self.state.staged(record, replace(policy))
+                self.state.staged(record, policy)
         self.state.to_stage.clear()
 
     # ------------------------------------------------------------------------------ the stand-in

@@ -45,15 +45,6 @@ def num_rows_of(rows: Rows) -> int:
     return rows.num_rows if isinstance(rows, MoeBatch) else int(rows[0].shape[0])
 
 
-def dtype_of(rows: Rows) -> str:
-    """Wire dtype of the rows of a step: "mxfp8" when they come with scales."""
-    if isinstance(rows, MoeBatch):
-        scaled = rows.hidden_states_sf is not None
-    else:
-        scaled = rows is not None and len(rows) > 3
-    return "mxfp8" if scaled else "bfloat16"
-
-
 def add_rows(writer: wire.PayloadWriter, rows: Rows) -> list[pb.Tensor]:
     """Descriptors of the rows, laid into the payload."""
     if rows is None:

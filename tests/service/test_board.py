@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megamoe import Phase, PlanId, StepIntent
-from megamoe.errors import DrainingError, HeapError, InvalidArgumentError, OverloadedError, UnavailableError
+from megamoe.errors import HeapError, InvalidArgumentError, OverloadedError, UnavailableError
 from service import board as board_module
-from service.admission import AdmissionLimits, Gate, RankLoad, admit
+from service.admission import AdmissionLimits, RankLoad, admit
 from service.agreement import Agreed, IntentTable
 from service.board import ERROR_BYTES, SUPERVISOR, Board, pack_error, unpack_error
 from service.messages import ErrorReply
@@ -280,22 +280,3 @@ def test_admission_by_agreed_numbers(loads: list[RankLoad], rows: int, error: st
 def test_limits_are_at_least_one() -> None:
     with pytest.raises(InvalidArgumentError, match="max_open_rows must be at least 1"):
         AdmissionLimits(max_queued_calls=1, max_open_rows=0)
-    with pytest.raises(InvalidArgumentError, match="max_waiting must be at least 1"):
-        Gate(0, setting="max_waiting")
-
-
-def test_the_gate_refuses_at_once() -> None:
-    gate = Gate(2, setting="max_waiting")
-    with gate, gate:
-        assert gate.in_flight == 2
-        with pytest.raises(OverloadedError, match="at most max_waiting = 2"), gate:
-            pass
-        gate.drain()
-        with pytest.raises(DrainingError), gate:
-            pass
-    assert gate.in_flight == 0
-    gate.drain(False)
-    with pytest.raises(KeyError), gate:
-        raise KeyError
-    assert gate.in_flight == 0
-    assert SUPERVISOR == 31
