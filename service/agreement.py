@@ -21,11 +21,13 @@ from typing import NamedTuple
 from megamoe import Phase, PlanId, StepIntent, StepPlan, agree
 from megamoe.errors import MegaMoeError
 from service.admission import AdmissionLimits, RankLoad, admit
-from service.board import (
+from service.board import Board
+from service.board_layout import (
     ERROR_BYTES,
     INTENT_BYTES,
+    KEY_BYTES,
+    MAX_RANKS,
     NUM_ENTRIES,
-    Board,
     intent_at,
     keys_at,
     pack_error,
@@ -37,7 +39,8 @@ _KEY = struct.Struct("<QQQ")  # lease serial, step id, mark: of every entry of a
 _ENTRY = struct.Struct("<BBBBQQQIIQ8I")
 """phase, dtype, draining, has counts, weights, placement, policy, rows, queued calls, open rows, counts."""
 _ERROR_AT = 128
-assert max(_ENTRY.size, _ERROR_AT) == _ERROR_AT
+assert _KEY.size == KEY_BYTES
+assert _ENTRY.size <= _ERROR_AT
 assert _ERROR_AT + ERROR_BYTES <= INTENT_BYTES
 
 _PHASES = tuple(Phase)
@@ -123,7 +126,7 @@ class IntentTable:
             load.queued_calls,
             load.open_rows,
             *(counts or ()),
-            *(0,) * (8 - len(counts or ())),
+            *(0,) * (MAX_RANKS - len(counts or ())),
         )
 
     def _read(self, micro_batch_idx: int, key: _Key) -> tuple[StepIntent, RankLoad]:

@@ -14,22 +14,26 @@ from enum import IntEnum
 
 from megamoe import PlanId
 from megamoe.errors import StaleCallError
-from service.board import (
-    ERROR_BYTES,
-    ORDER_BYTES,
-    ORDER_SLOTS,
-    Board,
-    CallId,
-    order_at,
-    pack_error,
-    unpack_error,
-)
+from service.board import Board
+from service.board_layout import ERROR_BYTES, ORDER_BYTES, ORDER_SLOTS, order_at, pack_error, unpack_error
 from service.messages import ErrorReply
 
 _SLOT = struct.Struct("<QIIQQIq")  # sequence, state, refusing ranks, lease, step, micro-batch, layer
 _ERROR_AT = 64
 _REFUSALS_AT = _ERROR_AT + ERROR_BYTES
 assert _REFUSALS_AT + 8 * ERROR_BYTES <= ORDER_BYTES
+
+
+@dataclass(frozen=True)
+class CallId:
+    """What must be the same on all ranks about one sequence: the lease, the plan and the layer."""
+
+    lease_serial: int
+    plan_id: PlanId
+    layer_idx: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer_idx} of plan {self.plan_id}"
 
 
 class SlotState(IntEnum):

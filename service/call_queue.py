@@ -16,8 +16,8 @@ import torch
 
 from megamoe import Bundle, MoeOutput
 from megamoe.errors import InvalidArgumentError, MegaMoeError, PeerRefusedError, StaleCallError, must_be
-from service.board import Board, CallId
-from service.call_order import CallOrder, Slot, SlotState
+from service.board import Board
+from service.call_order import CallId, CallOrder, Slot, SlotState
 from service.lease import check_serial
 from service.messages import ErrorReply, LayerReply, Reply
 from service.plan_book import PlanBook

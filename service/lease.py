@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 
 from megamoe.errors import InvalidArgumentError, LeaseHeldError, StaleCallError, must_be
-from service.board import LEASE_BYTES, Board, lease_at
+from service.board import Board
+from service.board_layout import LEASE_AT, LEASE_BYTES
 from service.messages import LeaseReply
 
 _RECORD = struct.Struct("<QQHH")  # serial, first step id, held, holder length
@@ -42,7 +43,7 @@ class LeaseTable:
 
     def read(self) -> Lease:
         """The record, under the board's lock, which the caller holds."""
-        at, buf = lease_at(), self._board.buf
+        at, buf = LEASE_AT, self._board.buf
         serial, first_step_id, held, holder_len = _RECORD.unpack_from(buf, at)
         holder = bytes(buf[at + _RECORD.size : at + _RECORD.size + holder_len]).decode()
         return Lease(serial, first_step_id, bool(held), holder)
@@ -92,7 +93,7 @@ class LeaseTable:
         board.ring_all()
 
     def _write(self, lease: Lease, raw: bytes) -> None:
-        at, buf = lease_at(), self._board.buf
+        at, buf = LEASE_AT, self._board.buf
         _RECORD.pack_into(buf, at, lease.serial, lease.first_step_id, lease.held, len(raw))
         buf[at + _RECORD.size : at + _RECORD.size + len(raw)] = raw
         self._board.bump_lease()

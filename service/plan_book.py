@@ -59,7 +59,7 @@ class _MicroBatch:
 
 
 class PlanBook:
-    """See the module. queued_calls: layer calls that wait on this rank. on_plan is told of every plan that was agreed."""
+    """See the module. queued_calls: layer calls that wait on this rank. on_plan is told of every agreed plan."""
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ import torch
 from megamoe import LayerWeights, PathPolicy, Runtime, load_layer, random_layer_weights, unlink_all
 from megamoe.errors import InternalError, MegaMoeError
 from service import warmup
-from service.board import FIRST_RING_WRITER, Board
+from service.bell import FIRST_RING_WRITER
+from service.board import Board
 from service.config import threads_per_rank
 from service.grpc_server import LAYER_SERVICE, Health, listen, make_server
 from service.info import Addresses, State, service_info

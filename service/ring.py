@@ -32,9 +32,9 @@ from service.messages import LayerReply, LayerRequest, Reply, Request
 from service.ring_consumer import Record, RingConsumer, TypedViews, ring_name
 from service.ring_layout import RingSpec
 
-__all__ = ["Bell", "Record", "RingConsumer", "RingProducer", "RingSpec", "Ticket", "ring_name"]
+__all__ = ["Record", "RingConsumer", "RingProducer", "RingSpec", "Ticket", "ring_name"]
 
-Bell = Callable[[bool], None]
+Wake = Callable[[bool], None]
 """Wakes the consumer; True for control messages, which are served even while a layer call runs."""
 
 
@@ -66,7 +66,7 @@ class Ticket:
 class RingProducer:
     """The calling side of a ring. Thread-safe; one per ring at a time (held by a lock that dies with the process)."""
 
-    def __init__(self, segment: SharedSegment, bell: Bell) -> None:
+    def __init__(self, segment: SharedSegment, bell: Wake) -> None:
         self._segment = segment
         self._bell = bell
         self.spec = RingSpec.from_head(segment.buf)
@@ -89,7 +89,7 @@ class RingProducer:
 
     @classmethod
     def attach(
-        cls, group_name: str, rank: int, ring_idx: int, bell: Bell, *, timeout_s: float = 10.0
+        cls, group_name: str, rank: int, ring_idx: int, bell: Wake, *, timeout_s: float = 10.0
     ) -> RingProducer:
         """Connect to a ring that the rank made, and wait until what a dead predecessor left is answered.
 

@@ -19,7 +19,8 @@ from typing import Any
 from megamoe import PathPolicy, unlink_all
 from megamoe.errors import MegaMoeError, UnavailableError
 from service import leftovers, warmup
-from service.board import FIRST_RING_WRITER, Board
+from service.bell import FIRST_RING_WRITER
+from service.board import Board
 from service.config import ServiceConfig
 from service.front import Front
 from service.front_group import FrontGroup

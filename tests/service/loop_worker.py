@@ -15,6 +15,7 @@ import torch
 
 from megamoe import Deployment, MoeShape, Phase, PlanId, Runtime, StepPlan, unlink_all
 from megamoe.errors import PeerTimeoutError
+from service.bell import FIRST_RING_WRITER, Bell
 from service.board import Board
 from service.messages import (
     IntentRequest,
@@ -176,7 +177,9 @@ class RankGroup:
     def caller(self, ring_idx: int = 1, holder: str = "tier") -> Caller:
         """A caller group on ring ring_idx of every rank, with the lease."""
         rings = [
-            RingProducer.attach(self.name, rank, ring_idx, self.board.producer_bell(rank, ring_idx))
+            RingProducer.attach(
+                self.name, rank, ring_idx, Bell(self.board.segment, rank, FIRST_RING_WRITER + ring_idx)
+            )
             for rank in range(self.num_ranks)
         ]
         lease = rings[0].call(LeaseRequest(holder=holder), 10.0)

@@ -27,6 +27,7 @@ from megamoe import (
     plan_bundle,
 )
 from megamoe.errors import PeerRefusedError, PeerTimeoutError
+from service.bell import FIRST_RING_WRITER, Bell
 from service.board import Board
 from service.call_queue import Work
 from service.messages import ErrorReply, LayerReply, LeaseReply, LeaseRequest, Reply, Request
@@ -262,7 +263,9 @@ def simulated_group(
         consumer = RingConsumer.create(group_name, rank, 0, spec)
         group.consumers.append(consumer)
         group.producers.append(
-            RingProducer.attach(group_name, rank, 0, board.producer_bell(rank, 0), timeout_s=1.0)
+            RingProducer.attach(
+                group_name, rank, 0, Bell(board.segment, rank, FIRST_RING_WRITER), timeout_s=1.0
+            )
         )
         group.states.append(
             RankState(

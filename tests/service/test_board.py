@@ -19,7 +19,9 @@ from megamoe.errors import HeapError, InvalidArgumentError, OverloadedError, Una
 from service import board as board_module
 from service.admission import AdmissionLimits, RankLoad, admit
 from service.agreement import Agreed, IntentTable
-from service.board import ERROR_BYTES, SUPERVISOR, Board, pack_error, unpack_error
+from service.bell import FIRST_RING_WRITER, SUPERVISOR, Bell
+from service.board import Board
+from service.board_layout import ERROR_BYTES, pack_error, unpack_error
 from service.messages import ErrorReply
 from tests.service.simulation import deployment
 
@@ -138,7 +140,9 @@ def test_a_writer_never_stores_what_another_did(group_name: str, board: Board) -
     """Else a late store could bring back the value at which the sleeper looked, and hide a ring before it."""
     doorbell = board.segment.word(board.doorbell(0)[0])
     writers = [Board.attach(group_name, writer_id) for writer_id in (0, 3, SUPERVISOR)]
-    bells = [writer.bell(0) for writer in writers] + [board.producer_bell(0, idx) for idx in range(3)]
+    bells = [writer.bell(0) for writer in writers] + [
+        Bell(board.segment, 0, FIRST_RING_WRITER + idx) for idx in range(3)
+    ]
     seen = []
     for _ in range(5):
         for bell in bells:

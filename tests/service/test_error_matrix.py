@@ -11,7 +11,7 @@ import torch
 from megamoe import Path, PathPolicy, Phase, PlanId, StagedPolicies, StepPlan, SubStepReport
 from megamoe.errors import PeerTimeoutError
 from service.admission import AdmissionLimits
-from service.board import CallId
+from service.call_order import CallId
 from service.messages import (
     CloseRequest,
     DoneReply,

@@ -13,6 +13,7 @@ import pytest
 
 from megamoe import Path, PathPolicy, Phase, SharedSegment, StepPlan
 from megamoe.errors import ConfigError, HeapError
+from service.bell import FIRST_RING_WRITER, Bell
 from service.board import Board
 from service.messages import (
     DoneReply,
@@ -126,7 +127,7 @@ def policies(caller: Caller) -> None:
 
 def _produce_and_hang(group_name: str, request: object) -> None:
     board = Board.attach(group_name, 40)
-    producer = RingProducer.attach(group_name, 1, 0, board.producer_bell(1, 0))
+    producer = RingProducer.attach(group_name, 1, 0, Bell(board.segment, 1, FIRST_RING_WRITER))
     producer.submit(request)  # type: ignore[arg-type]
     time.sleep(60)
 
@@ -143,10 +144,12 @@ def killed_producer(group: RankGroup, caller: Caller) -> None:
     for rank, one in zip((0, 2, 3), sent):
         check_rows(calls[rank], caller.reply(one))
     with pytest.raises(ConfigError, match="must have one producer"):
-        RingProducer.attach(group.name, 1, 0, group.board.producer_bell(1, 0))
+        RingProducer.attach(group.name, 1, 0, Bell(group.board.segment, 1, FIRST_RING_WRITER))
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join(10)
-    successor = RingProducer.attach(group.name, 1, 0, group.board.producer_bell(1, 0), timeout_s=5.0)
+    successor = RingProducer.attach(
+        group.name, 1, 0, Bell(group.board.segment, 1, FIRST_RING_WRITER), timeout_s=5.0
+    )
     assert successor.num_in_flight == 0
     reply = successor.call(LeaseRequest(holder="other"), 5.0)
     assert isinstance(reply, ErrorReply)
