@@ -13,56 +13,15 @@ late by others, so steps overlap a little: hence more than two entries.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megamoe import Phase, PlanId, StepIntent, StepPlan, agree
+from megamoe import PlanId, StepIntent, StepPlan, agree
 from megamoe.errors import MegaMoeError
 from service.admission import AdmissionLimits, RankLoad, admit
 from service.board import Board
-from service.board_layout import (
-    ERROR_BYTES,
-    INTENT_BYTES,
-    KEY_BYTES,
-    MAX_RANKS,
-    NUM_ENTRIES,
-    intent_at,
-    keys_at,
-    pack_error,
-    unpack_error,
-)
+from service.board_layout import NUM_ENTRIES
+from service.intent_entries import CALLED, FAILED, HAS_COUNTS, POSTED, SETTLED, Entries, Key, key_of
 from service.messages import ErrorReply
-
-_KEY = struct.Struct("<QQQ")  # lease serial, step id, mark: of every entry of a micro-batch, side by side
-_ENTRY = struct.Struct("<BBBBQQQIIQ8I")
-"""phase, dtype, draining, has counts, weights, placement, policy, rows, queued calls, open rows, counts."""
-_ERROR_AT = 128
-assert _KEY.size == KEY_BYTES
-assert _ENTRY.size <= _ERROR_AT
-assert _ERROR_AT + ERROR_BYTES <= INTENT_BYTES
-
-_PHASES = tuple(Phase)
-DTYPES = ("bfloat16", "mxfp8")
-
-
-# Marks: what there is to say about an entry without reading it (plain ints: this is read for every step).
-_POSTED = 1
-_FAILED = 2
-_SETTLED = 4  # its rank knows the outcome
-_CALLED = 8  # its rank's own caller brought it
-_HAS_COUNTS = 16
-
-
-class _Key(NamedTuple):
-    """Where an entry lies, whose step it is, and its mark."""
-
-    rank: int
-    entry_idx: int
-    serial: int
-    step_id: int
-    mark: int
 
 
 @dataclass(frozen=True)
@@ -84,80 +43,7 @@ class IntentTable:
         self._rank = rank
         self._max_step_rows = max_step_rows
         self._limits = limits
-        self._all_keys = struct.Struct(f"<{3 * board.num_ranks * NUM_ENTRIES}Q")
-
-    # ------------------------------------------------------------------------------ bytes
-
-    def _words(self, micro_batch_idx: int) -> tuple[int, ...]:
-        """(serial, step id, mark) of all entries of a micro-batch in one row, by rank and entry; zeros if unused."""
-        at = keys_at(self._board.num_ranks, micro_batch_idx)
-        return self._all_keys.unpack_from(self._board.buf, at)
-
-    def _of_step(self, serial: int, plan_id: PlanId) -> dict[int, _Key]:
-        """The entries of a step, by rank."""
-        words, step_id = self._words(plan_id.micro_batch_idx), plan_id.step_id
-        return {
-            idx // NUM_ENTRIES: _key(words, idx)
-            for idx, theirs in enumerate(words[1::3])
-            if theirs == step_id and words[3 * idx] == serial
-        }
-
-    def _write_key(self, micro_batch_idx: int, key: _Key) -> None:
-        at = keys_at(self._board.num_ranks, micro_batch_idx)
-        at += (key.rank * NUM_ENTRIES + key.entry_idx) * _KEY.size
-        _KEY.pack_into(self._board.buf, at, key.serial, key.step_id, key.mark)
-
-    def _entry_at(self, micro_batch_idx: int, key: _Key) -> int:
-        return intent_at(self._board.num_ranks, micro_batch_idx, key.rank, key.entry_idx)
-
-    def _write(self, intent: StepIntent, load: RankLoad, key: _Key) -> None:
-        counts = intent.num_rows_per_rank
-        _ENTRY.pack_into(
-            self._board.buf,
-            self._entry_at(intent.plan_id.micro_batch_idx, key),
-            _PHASES.index(intent.phase),
-            DTYPES.index(intent.dtype),
-            intent.draining,
-            counts is not None,
-            intent.weights_version,
-            intent.placement_version,
-            intent.policy_version,
-            intent.num_rows,
-            load.queued_calls,
-            load.open_rows,
-            *(counts or ()),
-            *(0,) * (MAX_RANKS - len(counts or ())),
-        )
-
-    def _read(self, micro_batch_idx: int, key: _Key) -> tuple[StepIntent, RankLoad]:
-        board = self._board
-        phase, dtype, draining, has_counts, weights, placement, policy, rows, queued, open_rows, *counts = (
-            _ENTRY.unpack_from(board.buf, self._entry_at(micro_batch_idx, key))
-        )
-        intent = StepIntent(
-            rank=key.rank,
-            num_ranks=board.num_ranks,
-            plan_id=PlanId(board.generation, key.step_id, micro_batch_idx),
-            num_rows=rows,
-            phase=_PHASES[phase],
-            dtype=DTYPES[dtype],
-            weights_version=weights,
-            placement_version=placement,
-            policy_version=policy,
-            draining=bool(draining),
-            num_rows_per_rank=tuple(counts[: board.num_ranks]) if has_counts else None,
-        )
-        return intent, RankLoad(queued_calls=queued, open_rows=open_rows)
-
-    def _error(self, micro_batch_idx: int, keys: Iterable[_Key]) -> ErrorReply | None:
-        """The error that some rank wrote for a step; whoever came later copied it."""
-        for key in keys:
-            if key.mark & _FAILED:
-                return unpack_error(self._board.buf, self._entry_at(micro_batch_idx, key) + _ERROR_AT)
-        return None
-
-    def _set_error(self, micro_batch_idx: int, key: _Key, error: ErrorReply) -> None:
-        pack_error(self._board.buf, self._entry_at(micro_batch_idx, key) + _ERROR_AT, error)
+        self._entries = Entries(board)
 
     # ------------------------------------------------------------------------------ writing
 
@@ -182,15 +68,15 @@ class IntentTable:
             entry_idx = self._free_entry(micro_batch_idx)
             if entry_idx is None:
                 return False
-            theirs = self._of_step(serial, plan_id)
-            mark = _POSTED | (_CALLED if called else 0)
-            mark |= _HAS_COUNTS if counts is not None else 0
-            key = _Key(self._rank, entry_idx, serial, plan_id.step_id, mark)
-            self._write(intent, load, key)
+            theirs = self._entries.of_step(serial, plan_id)
+            mark = POSTED | (CALLED if called else 0)
+            mark |= HAS_COUNTS if counts is not None else 0
+            key = Key(self._rank, entry_idx, serial, plan_id.step_id, mark)
+            self._entries.write(intent, load, key)
             if refused is not None:
-                self._set_error(micro_batch_idx, key, refused)
-                key = key._replace(mark=mark | _FAILED)
-            self._write_key(micro_batch_idx, key)
+                self._entries.set_error(micro_batch_idx, key, refused)
+                key = key._replace(mark=mark | FAILED)
+            self._entries.write_key(micro_batch_idx, key)
             board.highest_step = max(board.highest_step, plan_id.step_id)
             board.bump_intents(micro_batch_idx)
         missing = [rank for rank in others if rank not in theirs]
@@ -203,28 +89,28 @@ class IntentTable:
 
     def _free_entry(self, micro_batch_idx: int) -> int | None:
         """An entry of this rank that was never used, or the one of the earliest step that nobody needs any more."""
-        words = self._words(micro_batch_idx)
+        words = self._entries.words(micro_batch_idx)
         first = self._rank * NUM_ENTRIES
-        mine = [_key(words, idx) for idx in range(first, first + NUM_ENTRIES)]
+        mine = [key_of(words, idx) for idx in range(first, first + NUM_ENTRIES)]
         for key in mine:
             if not key.mark:
                 return key.entry_idx
         needed = {
             (words[3 * idx], words[3 * idx + 1])
             for idx, mark in enumerate(words[2::3])
-            if mark and not mark & _SETTLED
+            if mark and not mark & SETTLED
         }
         free = [key for key in mine if (key.serial, key.step_id) not in needed]
         return min(free, key=lambda key: (key.serial, key.step_id)).entry_idx if free else None
 
-    def _passed(self, serial: int, plan_id: PlanId, entries: dict[int, _Key]) -> ErrorReply | None:
+    def _passed(self, serial: int, plan_id: PlanId, entries: dict[int, Key]) -> ErrorReply | None:
         """A rank whose caller brought a later step without this one never brings it, unless it need not be called."""
         micro_batch_idx, step_id = plan_id.micro_batch_idx, plan_id.step_id
-        words = self._words(micro_batch_idx)
+        words = self._entries.words(micro_batch_idx)
         later = {
             idx // NUM_ENTRIES: theirs
             for idx, theirs in enumerate(words[1::3])
-            if theirs > step_id and words[3 * idx] == serial and words[3 * idx + 2] & _CALLED
+            if theirs > step_id and words[3 * idx] == serial and words[3 * idx + 2] & CALLED
         }
         for rank, later_step in later.items():
             if rank in entries or rank == self._rank or self._uncalled(micro_batch_idx, entries, rank):
@@ -236,11 +122,11 @@ class IntentTable:
             )
         return None
 
-    def _uncalled(self, micro_batch_idx: int, entries: dict[int, _Key], rank: int) -> bool:
+    def _uncalled(self, micro_batch_idx: int, entries: dict[int, Key], rank: int) -> bool:
         """Whether a counts vector says that a rank takes part without being called."""
         for key in entries.values():
-            if key.mark & _HAS_COUNTS:
-                counts = self._read(micro_batch_idx, key)[0].num_rows_per_rank
+            if key.mark & HAS_COUNTS:
+                counts = self._entries.read(micro_batch_idx, key)[0].num_rows_per_rank
                 if counts is not None and not counts[rank]:
                     return True
         return False
@@ -248,12 +134,12 @@ class IntentTable:
     def mark_settled(self, serial: int, plan_id: PlanId) -> None:
         """This rank does not wait for the outcome of a step any more."""
         with self._board.locked():
-            mine = self._of_step(serial, plan_id).get(self._rank)
+            mine = self._entries.of_step(serial, plan_id).get(self._rank)
             if mine is not None:
                 self._settle_key(plan_id.micro_batch_idx, mine)
 
-    def _settle_key(self, micro_batch_idx: int, key: _Key, more: int = 0) -> None:
-        self._write_key(micro_batch_idx, key._replace(mark=key.mark | _SETTLED | more))
+    def _settle_key(self, micro_batch_idx: int, key: Key, more: int = 0) -> None:
+        self._entries.write_key(micro_batch_idx, key._replace(mark=key.mark | SETTLED | more))
 
     # ------------------------------------------------------------------------------ outcomes
 
@@ -271,9 +157,9 @@ class IntentTable:
         board, micro_batch_idx = self._board, plan_id.micro_batch_idx
         found_here = False
         with board.locked():
-            entries = self._of_step(serial, plan_id)
+            entries = self._entries.of_step(serial, plan_id)
             mine = entries[self._rank]
-            failed = self._error(micro_batch_idx, entries.values())
+            failed = self._entries.error(micro_batch_idx, entries.values())
             missing = [rank for rank in range(board.num_ranks) if rank not in entries]
             if failed is None and missing:
                 failed = self._passed(serial, plan_id, entries)
@@ -284,13 +170,15 @@ class IntentTable:
                 found_here = True
             if failed is not None:
                 # Late ranks find the error in any entry of the step and answer the same.
-                self._set_error(micro_batch_idx, mine, failed)
-                self._settle_key(micro_batch_idx, mine, _FAILED)
+                self._entries.set_error(micro_batch_idx, mine, failed)
+                self._settle_key(micro_batch_idx, mine, FAILED)
                 if found_here:
                     board.bump_intents(micro_batch_idx)
             else:
                 self._settle_key(micro_batch_idx, mine)
-                brought = [self._read(micro_batch_idx, entries[rank]) for rank in range(board.num_ranks)]
+                brought = [
+                    self._entries.read(micro_batch_idx, entries[rank]) for rank in range(board.num_ranks)
+                ]
         if found_here:
             board.ring_all()
         return failed or self._agree(brought)
@@ -309,11 +197,11 @@ class IntentTable:
         Returns (plan id, counts vector, dtype).
         """
         with self._board.locked():
-            words = self._words(micro_batch_idx)
+            words = self._entries.words(micro_batch_idx)
             waiting = [
-                _key(words, idx)
+                key_of(words, idx)
                 for idx, mark in enumerate(words[2::3])
-                if mark & (_HAS_COUNTS | _SETTLED) == _HAS_COUNTS and words[3 * idx] == serial
+                if mark & (HAS_COUNTS | SETTLED) == HAS_COUNTS and words[3 * idx] == serial
             ]
             if not waiting:
                 return None
@@ -322,16 +210,11 @@ class IntentTable:
             for key in sorted(waiting, key=lambda key: key.step_id):
                 if key.step_id in mine:
                     continue
-                intent, _ = self._read(micro_batch_idx, key)
+                intent, _ = self._entries.read(micro_batch_idx, key)
                 counts = intent.num_rows_per_rank
                 if counts is not None and not counts[self._rank]:
                     return intent.plan_id, counts, intent.dtype
         return None
-
-
-def _key(words: tuple[int, ...], idx: int) -> _Key:
-    serial, step_id, mark = words[3 * idx : 3 * idx + 3]
-    return _Key(idx // NUM_ENTRIES, idx % NUM_ENTRIES, serial, step_id, mark)
 
 
 def _timeout(plan_id: PlanId, waited_s: float, missing: list[int]) -> ErrorReply:

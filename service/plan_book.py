@@ -23,8 +23,9 @@ from megamoe.errors import (
     must_be,
 )
 from service.admission import AdmissionLimits, RankLoad
-from service.agreement import DTYPES, Agreed, IntentTable, Outcome
+from service.agreement import Agreed, IntentTable, Outcome
 from service.board import Board
+from service.intent_entries import DTYPES
 from service.lease import Lease, LeaseTable, check_serial
 from service.messages import CloseRequest, ErrorReply, IntentRequest, PlanReply
 from service.plan_state import Answer, PlanState, PlanStatus, not_open
