@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -18,44 +18,16 @@ from megamoe import Bundle, MoeOutput
 from megamoe.errors import InvalidArgumentError, MegaMoeError, PeerRefusedError, StaleCallError, must_be
 from service.board import Board
 from service.call_order import CallId, CallOrder, Slot, SlotState
-from service.lease import check_serial
+from service.call_state import Call, Work, wrong_with
 from service.messages import ErrorReply, LayerReply, Reply
 from service.plan_book import PlanBook
-from service.plan_state import PlanState, PlanStatus, not_open
+from service.plan_state import PlanState, PlanStatus
 from service.ring_consumer import Record
 
 SEQUENCE_WINDOW = 64
 """How far ahead of the group a layer call may be: half of what the board remembers."""
 _REMEMBERED_CALLS = 256
 """Calls that this rank executed, or gave up, without its caller: for callers that come after all."""
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """A layer call of this rank's caller that waits for its turn. refusal: found wrong when it came."""
-
-    record: Record
-    call_id: CallId
-    sequence: int
-    plan: PlanState | None
-    refusal: ErrorReply | None
-    deadline: float
-    timeout_s: float
-
-
-@dataclass(eq=False, slots=True)
-class Work:
-    """What the device thread executes next. refused: join with zero rows and the error bit."""
-
-    sequence: int
-    plan: PlanState
-    layer_idx: int
-    call: Call | None
-    refused: bool
-
-    @property
-    def timeout_s(self) -> float:
-        return self.plan.timeout_s
 
 
 class CallQueue:
@@ -189,7 +161,7 @@ class CallQueue:
                 return None, True
             self._done(call, slot.error or _UNKNOWN)
             return None, False
-        refusal = call.refusal or self._refusal(call)
+        refusal = call.refusal or wrong_with(call, self._plans.lease, self._rank, self._num_layers)
         if refusal is not None:
             return self._refused(call.sequence, refusal, call)
         assert plan is not None
@@ -218,43 +190,6 @@ class CallQueue:
             self._board.ring(
                 (rank for rank, rows in enumerate(counts) if not rows and rank != self._rank), control=False
             )
-
-    def _refusal(self, call: Call) -> ErrorReply | None:
-        """What is wrong with a call whose turn has come."""
-        plan, layer_idx, record = call.plan, call.call_id.layer_idx, call.record
-        assert plan is not None
-        try:
-            check_serial(self._plans.lease, call.call_id.lease_serial)
-            if plan.poison is not None:
-                return plan.poison
-            if plan.plan is None:
-                raise not_open(plan)
-            if not 0 <= layer_idx < self._num_layers:
-                raise InvalidArgumentError(
-                    must_be("layer_idx", f"from 0 to {self._num_layers - 1}", layer_idx)
-                )
-            if layer_idx <= plan.last_layer_idx:
-                raise StaleCallError(
-                    must_be(
-                        f"layer_idx of plan {plan.plan_id}",
-                        f"above {plan.last_layer_idx}, the last one",
-                        layer_idx,
-                    )
-                )
-            agreed = plan.plan.num_rows_per_rank[self._rank]
-            if record.num_rows != agreed:
-                raise InvalidArgumentError(
-                    must_be(
-                        "rows of the layer call", f"{agreed}, as plan {plan.plan_id} agreed", record.num_rows
-                    )
-                )
-            if agreed and record.dtype_name != plan.plan.dtype:
-                raise InvalidArgumentError(
-                    must_be("dtype of the rows", f"{plan.plan.dtype}, as agreed", record.dtype_name)
-                )
-        except MegaMoeError as error:
-            return ErrorReply.of(error)
-        return None
 
     def _refused(self, sequence: int, refusal: ErrorReply, call: Call | None) -> tuple[Work | None, bool]:
         """Tell the group: give the sequence up if nobody began it, else join what was begun."""
@@ -371,12 +306,7 @@ class CallQueue:
 
     def _remember(self, sequence: int, call_id: CallId | None, reply: Reply) -> None:
         if isinstance(reply, LayerReply):
-            reply = LayerReply(
-                hidden_states=_NO_ROWS,
-                sub_steps=reply.sub_steps,
-                queue_us=reply.queue_us,
-                total_us=reply.total_us,
-            )
+            reply = replace(reply, hidden_states=_NO_ROWS)
         self._missed[sequence] = (call_id, reply)
         while len(self._missed) > _REMEMBERED_CALLS:
             self._missed.popitem(last=False)

@@ -18,7 +18,8 @@ from megamoe.errors import InternalError, MegaMoeError, StaleCallError, must_be
 from service import ring_codec
 from service.admission import AdmissionLimits
 from service.board import Board
-from service.call_queue import CallQueue, Work
+from service.call_queue import CallQueue
+from service.call_state import Work
 from service.messages import (
     CloseRequest,
     DoneReply,

@@ -15,6 +15,7 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -296,18 +297,12 @@ class RingProducer:
                 self._free(ticket)
 
     def call(self, request: Request, timeout_s: float) -> Reply:
-        """Submit, wait, and release at once: for requests whose reply has no tensors."""
+        """Submit, wait and release; rows of the reply are copied out of the record."""
         ticket = self.submit(request)
         try:
             reply = self.wait(ticket, timeout_s)
             if isinstance(reply, LayerReply):
-                rows = reply.hidden_states.clone()
-                reply = LayerReply(
-                    hidden_states=rows,
-                    sub_steps=reply.sub_steps,
-                    queue_us=reply.queue_us,
-                    total_us=reply.total_us,
-                )
+                reply = replace(reply, hidden_states=reply.hidden_states.clone())
             return reply
         finally:
             self.release(ticket)

@@ -20,7 +20,7 @@ import torch
 from megamoe import Bundle, MoeBatch, MoeOutput, PathPolicy, StepPlan
 from megamoe.errors import MegaMoeError
 from service.board import Board
-from service.call_queue import Work
+from service.call_state import Work
 from service.messages import ErrorReply
 from service.rank_state import LoopSettings, Observer, RankState
 from service.ring_consumer import RingConsumer

@@ -29,7 +29,7 @@ from megamoe import (
 from megamoe.errors import PeerRefusedError, PeerTimeoutError
 from service.bell import FIRST_RING_WRITER, Bell
 from service.board import Board
-from service.call_queue import Work
+from service.call_state import Work
 from service.messages import ErrorReply, LayerReply, LeaseReply, LeaseRequest, Reply, Request
 from service.rank_state import Observer, RankState
 from service.ring import RingConsumer, RingProducer, RingSpec, Ticket
