@@ -17,7 +17,7 @@ from enum import IntEnum
 from functools import cached_property
 
 from megamoe.bundle import Bundle, Path
-from megamoe.errors import ConfigError, HeapError, must_be
+from megamoe.errors import ConfigError, must_be
 from megamoe.shape import MX_BLOCK
 
 NUM_BUFFERS = 2
@@ -209,17 +209,6 @@ class HeapLayout:
         """
         line = (slot_idx * NUM_BUFFERS + buffer_idx) * len(FlagKind) + kind
         return self.region("flags").offset + line * CACHE_LINE_BYTES + 8 * src_rank
-
-    def check_fits(self, available_bytes: int) -> None:
-        """Raises HeapError with wanted and available bytes when all ranks' segments do not fit."""
-        if self.num_bytes_all_ranks > available_bytes:
-            raise HeapError(
-                must_be(
-                    "free shared memory",
-                    f"at least {self.num_bytes_all_ranks} bytes ({self.num_ranks} ranks x {self.num_bytes})",
-                    available_bytes,
-                )
-            )
 
     def _combine_bytes(self, capacity: int) -> int:
         return capacity * self.bundle.shape.num_topk * self.result_bytes

@@ -25,9 +25,6 @@ SHM_DIR = Path("/dev/shm")
 NAME_PREFIX = "megamoe-"
 """Every segment of this product starts so: `ls /dev/shm` tells what is ours."""
 
-ALIGNMENT = 64
-"""Cache line: words of different writers never share one."""
-
 
 class SharedSegment:
     """A named piece of shared memory, mapped into this process.
