@@ -64,6 +64,7 @@ def deployment(shape: MoeShape = SHAPE, *, capacity: int = CAPACITY, **settings:
         "fixed_slot_max": capacity,
         "small_m_capacities": (capacity,),
         "large_m_capacity": capacity,
+        "large_m_min_tokens": 1,
         "small_m_enabled": False,
     }
     return Deployment(**(chosen | settings))
