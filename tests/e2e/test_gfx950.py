@@ -1,0 +1,33 @@
+"""The whole service on gfx950 machine code: eight rank processes with an emulated MI355X each."""
+
+from __future__ import annotations
+
+from megamoe import Path
+from service.client import MoeGroup
+from tests.e2e.harness import check_numbers, group_rows, running
+
+WITHOUT_FUSED_PATHS = (
+    "--profile=emulated",
+    "--small-m-capacities=",
+    "--no-small-m-enabled",
+    "--large-m-capacity=8192",
+    "--no-large-m-enabled",
+)
+COUNTS = {Path.FIXED_SLOT: [2, 0, 3, 1, 0, 1, 9, 2], Path.COMPACT: [40, 0, 3, 1, 0, 1, 9, 2]}
+
+
+def test_a_service_whose_ranks_are_emulated_gpus() -> None:
+    with (
+        running("--step-timeout-s=60", *WITHOUT_FUSED_PATHS) as service,
+        MoeGroup.connect(service.front, holder="gfx950-test") as group,
+    ):
+        for path, counts in COUNTS.items():
+            batches = group_rows(counts, seed=3)
+            with group.step(counts, "decode") as step:
+                for layer_idx in (0, 3):
+                    outs = step.layer(layer_idx, batches)
+                    assert [report.path for report in outs.sub_steps] == [path]
+                    for rank, batch in enumerate(batches):
+                        if batch is not None:
+                            reports = outs.reports_per_rank[rank]
+                            check_numbers(outs.hidden_states[rank], batch, layer_idx, reports)
