@@ -51,8 +51,9 @@ proto-check: dev  ## stubs are fresh, and the wire contract breaks no caller
 pytest: dev      ## the tests; `make pytest ARGS="tests/megamoe -k mx"` runs some
 	$(BIN)/python -m pytest $(ARGS)
 
-tools: dev       ## unpack Prometheus and promtool into .tools without root
-	$(BIN)/python tools/debian_tools.py prometheus
+tools: dev       ## bring the programs that tests need into .tools, without root: Prometheus, Chromium, aiperf
+	$(BIN)/python tools/debian_tools.py prometheus chromium
+	$(BIN)/python tools/python_tools.py aiperf
 
 clean:           ## remove what was built, keep .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info

@@ -1,11 +1,30 @@
-"""Settings of every test: Hypothesis without deadlines (the cores are shared) and with a fixed seed in CI."""
+"""Settings of every test: Hypothesis without deadlines (the cores are shared) and with a fixed seed in CI.
+
+Tools that tests need are provided before the first test: on a fresh machine that takes minutes, which must not count
+as a test that hangs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
+import pytest
 from hypothesis import settings
+
+from tools import debian_tools, python_tools
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Provide what the chosen tests name with `needs_tool`; who fails to get one says so again in its test."""
+    if session.config.option.collectonly:
+        return
+    names = {mark.args[0] for item in session.items for mark in item.iter_markers("needs_tool")}
+    for name in sorted(names):
+        module = python_tools if name in python_tools.KNOWN else debian_tools
+        with contextlib.suppress(debian_tools.ToolError):
+            module.provide(name)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import ROOT, ServiceProcess
+from tests.loadgen.test_report_schema import REPORT
 from tools.python_tools import provide
 
 NUM_REQUESTS = 24
@@ -85,6 +86,7 @@ def serving(service: ServiceProcess, folder: Path) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.needs_tool("aiperf")
 def test_aiperf_drives_the_engine_without_errors(
     running_service: ServiceProcess, aiperf: Path, tmp_path: Path
 ) -> None:
@@ -101,7 +103,9 @@ def test_aiperf_drives_the_engine_without_errors(
     assert metrics["input_sequence_length"]["avg"] == NUM_INPUT
     assert metrics["output_sequence_length"]["avg"] == NUM_OUTPUT
 
+    assert (tmp_path / "report.html").exists()
     report = json.loads((tmp_path / "report.json").read_text())
+    assert list(REPORT.iter_errors(report)) == []
     assert report["scenario"] == "engine"
     assert report["submission_valid"] is False
     assert report["service_steps_match"] is True

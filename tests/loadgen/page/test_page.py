@@ -18,6 +18,7 @@ from loadgen.page.run import read_run
 from tests.loadgen.reports import write_run
 from tools.debian_tools import provide
 
+pytestmark = pytest.mark.needs_tool("chromium")
 DESKTOP, PHONE = (1360, 900), (390, 844)
 MAX_BYTES = 2_000_000
 SIMULATED = [
