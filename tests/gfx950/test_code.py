@@ -8,7 +8,7 @@ import pytest
 
 from megamoe.backends.gfx950.build import load_or_compile
 from megamoe.backends.gfx950.emulator.code_object import Kernel
-from megamoe.backends.gfx950.emulator.native import missing
+from megamoe.backends.gfx950.emulator.lowering import missing
 from megamoe.backends.gfx950.launches import alone_specs, kernel_specs
 from megamoe.bundle import Deployment, plan_bundle
 from megamoe.layout import plan_layout

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.backends.gfx950.emulator.errors import CodeObjectError
-from megamoe.backends.gfx950.emulator.native import lower
+from megamoe.backends.gfx950.emulator.lowering import lower
 
 from .assembly import kernel_of
 from .test_flydsl import mutant

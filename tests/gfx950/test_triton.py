@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megamoe.backends.gfx950.emulator.device import DeviceConfig, DeviceGroup
-from megamoe.backends.gfx950.emulator.native import missing
+from megamoe.backends.gfx950.emulator.lowering import missing
 
 from . import triton_kernels as tk
 from .toolchain import triton_kernel

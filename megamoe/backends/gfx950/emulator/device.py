@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
+from megamoe.backends.gfx950.emulator.buffer import Buffer
 from megamoe.backends.gfx950.emulator.code_object import CodeObject, Kernel
 from megamoe.backends.gfx950.emulator.config import DeviceConfig
 from megamoe.backends.gfx950.emulator.errors import (
@@ -25,7 +26,8 @@ from megamoe.backends.gfx950.emulator.errors import (
     MemoryFaultError,
     UnimplementedInstructionError,
 )
-from megamoe.backends.gfx950.emulator.native import LaunchDesc, library, lower
+from megamoe.backends.gfx950.emulator.lowering import lower
+from megamoe.backends.gfx950.emulator.native import LaunchDesc, library
 from megamoe.backends.gfx950.emulator.report import Report, describe_fault, describe_waiting, read_findings
 from megamoe.backends.gfx950.emulator.stream import (
     MAX_DEPS,
@@ -38,32 +40,6 @@ from megamoe.backends.gfx950.emulator.stream import (
 
 _DONE, _BUDGET, _QUIET, _FAULTED, _NO_THREAD = range(5)
 _SLICE = 2_000_000
-
-
-class Buffer:
-    """Device memory: `address` for kernels, `view` for the host. Bounds are exact; neighbours are 256 bytes away."""
-
-    def __init__(self, name: str, rank: int, memory: NDArray[np.uint8], owner: DeviceGroup) -> None:
-        self.name, self.rank, self.memory, self._owner = name, rank, memory, owner
-
-    @property
-    def address(self) -> int:
-        """Address on the device."""
-        return int(self.memory.ctypes.data)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        return int(self.memory.nbytes)
-
-    def view(self, dtype: DTypeLike = np.uint8, shape: Sequence[int] | None = None) -> NDArray[np.generic]:
-        """The bytes as an array; writes are seen by the device."""
-        out: NDArray[np.generic] = self.memory.view(dtype)
-        return out if shape is None else out.reshape(tuple(shape))
-
-    def free(self) -> None:
-        """Give the memory back; a kernel that still uses it faults."""
-        self._owner.release(self)
 
 
 class Device:

@@ -57,6 +57,9 @@ static inline u32 clock_get(const Clock *a, u32 id) { return id / CHUNK < a->n &
 void clock_copy(Clock *a, const Clock *b);
 void clock_free(Clock *a);
 void snapshot_drop(Snapshot *s);
+Snapshot *snapshot_of(Wave *w, int scope);
+void publish(Wave *w, u64 address, Snapshot *own, int rmw);
+void acquire(Wave *w, u64 address);
 u32 lds_done(const Wave *w);
 void race_complete(Wave *w, Pending *p);
 void add_finding(Wave *w, const Inst *i, u32 kind, u64 address, u32 o_launch, u32 o_group, u32 o_wave, u32 o_inst, u32 o_write);

@@ -1,8 +1,8 @@
 /* Every instruction handler by name. */
 #include "emu.h"
 
-extern const OpEntry scalar_ops[], valu_int_ops[], valu_float_ops[], valu_cmp_ops[], valu_half_ops[], valu_small_ops[], valu_scaled_ops[], modifier_ops[], mfma_ops[], vmem_ops[], buffer_ops[], atomic_ops[], ds_ops[];
-static const OpEntry *const FAMILIES[] = {scalar_ops, valu_int_ops, valu_float_ops, valu_cmp_ops, valu_half_ops, valu_small_ops, valu_scaled_ops, modifier_ops, mfma_ops, vmem_ops, buffer_ops, atomic_ops, ds_ops, 0};
+extern const OpEntry scalar_ops[], control_ops[], valu_int_ops[], valu_float_ops[], valu_cmp_ops[], valu_half_ops[], valu_small_ops[], valu_scaled_ops[], modifier_ops[], mfma_ops[], vmem_ops[], buffer_ops[], atomic_ops[], ds_ops[];
+static const OpEntry *const FAMILIES[] = {scalar_ops, control_ops, valu_int_ops, valu_float_ops, valu_cmp_ops, valu_half_ops, valu_small_ops, valu_scaled_ops, modifier_ops, mfma_ops, vmem_ops, buffer_ops, atomic_ops, ds_ops, 0};
 
 
 u64 emu_handler(const char *name) {
