@@ -112,7 +112,6 @@ class LocalLauncher:
             self._stopping = True
             children, self._children = self._children, []
         for child in children:
-            self._tell(child, json.dumps({"stop": True}))
             with contextlib.suppress(OSError):
                 assert child.stdin is not None
                 child.stdin.close()

@@ -1,8 +1,8 @@
 """Shared memory of killed services: a janitor removes it at once; where that was killed too, the next start does.
 
 A service marks itself with a file of its name in /dev/shm that it keeps locked; the kernel unlocks it however the
-service ends. Who finds a mark without a lock knows that its memory belongs to nobody. (When only the supervisor is
-killed its ranks clean up themselves, except Ray's, which are killed along; for a killed rank the supervisor does.)
+service ends. Who finds a mark without a lock knows that its memory belongs to nobody. Ranks never clean up after
+others: for a killed rank the supervisor does, for a killed supervisor the janitor.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megamoe import LayerWeights, PathPolicy, Runtime, load_layer, random_layer_weights, unlink_all
+from megamoe import LayerWeights, PathPolicy, Runtime, load_layer, random_layer_weights
 from megamoe.errors import InternalError, MegaMoeError
 from service import warmup
 from service.bell import FIRST_RING_WRITER
@@ -33,7 +33,6 @@ from service.config import threads_per_rank
 from service.grpc_server import LAYER_SERVICE, Health, listen, make_server
 from service.info import Addresses, State, service_info
 from service.launcher import RankSpec, RankUp, up_to_json
-from service.leftovers import remove_leftovers
 from service.metrics import Balance, RankMetrics
 from service.rank_rings import SERVICER_RING, ring_specs
 from service.rank_server import RankServicer
@@ -298,21 +297,16 @@ def main() -> int:
 
 
 def _follow(process: RankProcess) -> None:
-    """Do what the launcher says; when it says nothing more, end. A launcher that died leaves us to clean up."""
-    asked = False
+    """Do what the launcher says; when it says nothing more, because it is done or dead, end."""
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
         if "serve" in order:
             process.serve(Addresses.from_table(order["serve"]))
-        asked = asked or "stop" in order
     if process.is_up:
         guard = threading.Timer(_EXIT_GRACE_S + 2.0, os._exit, (1,))
         guard.daemon = True
         guard.start()
     process.stop()
-    if not asked:
-        unlink_all(process.spec.group_name)
-        remove_leftovers()
     if not process.is_up:
         os._exit(1)
 

@@ -64,11 +64,15 @@ class Supervisor:
         """Serve until `stop`, SIGINT or SIGTERM. Raises what made the first start impossible; with restart off also
         UnavailableError when a rank dies."""
         self._take_signals()
-        launcher: Launcher | None = None
         leftovers.remove_leftovers()
-        mark = contextlib.ExitStack()
-        mark.enter_context(leftovers.marked(self._name))
-        mark.enter_context(leftovers.with_janitor(self._name))
+        with leftovers.marked(self._name), leftovers.with_janitor(self._name):
+            try:
+                await self._serve()
+            finally:
+                await self.front.stop()
+
+    async def _serve(self) -> None:
+        launcher: Launcher | None = None
         try:
             host, http_port = self.config.public_host, self.front.start_http()
             # Before any gRPC server: a launcher may fork what it starts, and gRPC's threads do not survive a fork.
@@ -84,8 +88,6 @@ class Supervisor:
                 await asyncio.to_thread(launcher.stop, timeout_s=self.config.stop_timeout_s)
                 await asyncio.to_thread(launcher.close)
             self._clean_up()
-            mark.close()
-            await self.front.stop()
 
     def _take_signals(self) -> None:
         """SIGINT and SIGTERM mean `stop`. Again whenever Ray may have started: it sets handlers of its own."""
