@@ -327,3 +327,25 @@ def test_on_all_compute_units(path: Path) -> None:
         outs, _ = ranks.run(path, batches)
         check(outs, [quantized_moe(batch, weights, ranks.shape) for batch in batches])
         assert ranks.reports() == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rank_that_cannot_go_on_tells_its_peers_at_once(path: Path) -> None:
+    with Ranks(emulated(shape_of())) as ranks:
+        for backend in ranks.backends[:6] + ranks.backends[7:]:
+            backend.bind_identity(0)
+        batches = batches_of(ranks.shape, [2] * 8, exact=True)
+        present = [rank for rank in range(8) if rank != 6]
+        ranks.begin(path, batches, ranks=present)
+        with pytest.raises(BindingError, match="slot 0 has no weights") as error:
+            ranks.begin(path, batches, ranks=[6])
+        ranks.backends[6].abandon(error.value)
+        for rank in present:
+            with pytest.raises(PeerTimeoutError, match=r"ranks \[6\] did not come") as timeout:
+                ranks.backends[rank].finish()
+            ranks.backends[rank].abandon(timeout.value)
+        ranks.backends[6].bind_identity(0)
+        outs, _ = ranks.run(path, batches, epoch=1)
+        assert all(
+            torch.equal(out, identity_moe(b, ranks.shape)) for out, b in zip(outs, batches, strict=True)
+        )

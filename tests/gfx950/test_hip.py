@@ -119,3 +119,15 @@ def test_what_cannot_work_is_refused(
     fake_rocm(monkeypatch, **settings)
     with pytest.raises(ConfigError, match=match):
         hip.join(rank=1, num_ranks=ranks, heap_bytes=4096)
+
+
+def test_memory_copies_bytes_both_ways() -> None:
+    memory = hip.HipMemory(torch.zeros(64, dtype=torch.uint8))
+    memory.write(torch.arange(4, dtype=torch.int64), 16)
+    assert memory.read(torch.int64, (2, 2), 16).tolist() == [[0, 1], [2, 3]]
+    out = torch.zeros(3, 2, dtype=torch.int64)
+    memory.read_into(out)
+    assert out.tolist() == [[0, 0], [0, 1], [2, 3]]
+    memory.free()
+    with pytest.raises(InternalError, match="after it was given back"):
+        memory.read(torch.uint8, (1,))

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 
 from megamoe.backends import Launch
-from megamoe.backends.gfx950.build import Code
+from megamoe.backends.gfx950.build import Code, load_or_compile
 from megamoe.backends.gfx950.device import Device, DeviceStuckError, Graph
 from megamoe.backends.gfx950.expert import expert_rows
-from megamoe.backends.gfx950.launches import BoundLayer, PackedMemory, RankLaunches
+from megamoe.backends.gfx950.launches import BoundLayer, PackedMemory, RankLaunches, abort_spec
 from megamoe.backends.gfx950.plan import LaunchPlan, plan_launch
 from megamoe.backends.gfx950.record import POSTED, Word
 from megamoe.backends.gfx950.shuffle import pack_layer
@@ -83,6 +83,7 @@ class Gfx950Backend:
         self._use_graphs = use_graphs
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots
         self._graphs: dict[tuple[object, ...], Graph] = {}
+        self._entered: Launch | None = None
         self._call: _Call | None = None
         self._closed = False
 
@@ -143,6 +144,7 @@ class Gfx950Backend:
         return STAGES[path]
 
     def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
+        self._entered = launch
         layer = self._layers[launch.slot_idx]
         if layer is None:
             raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
@@ -206,9 +208,8 @@ class Gfx950Backend:
             raise self._timeout(launch, self.device.give_up(launch.epoch), str(error)) from error
         status = self.launches.status()
         self._raise_failures(launch, status)
-        self._call = None
-        rows = call.out.shape[0]
-        call.out.copy_(self.launches.out.read(torch.bfloat16, (rows, self.bundle.shape.hidden)))
+        self._entered = self._call = None
+        self.launches.out.read_into(call.out)
         return self._report(call, status)
 
     def _raise_failures(self, launch: Launch, status: dict[Word, int]) -> None:
@@ -264,10 +265,13 @@ class Gfx950Backend:
 
     def abandon(self, error: BaseException) -> None:
         """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
-        call, self._call = self._call, None
-        if call is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
+        launch, call = self._entered, self._call
+        self._entered = self._call = None
+        if launch is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
             return
-        self.launches.close(call.codes["abort"])
+        if call is None:  # it raised before the kernels were told which launch this is
+            self.launches.begin(launch, MoeBatch.empty(self.bundle.shape), 1)
+        self.launches.close(load_or_compile(abort_spec(self.bundle.shape)))
         self.device.stream.synchronize(_GRACE_S)
 
     def _running(self) -> _Call:

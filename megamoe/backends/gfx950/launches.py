@@ -61,7 +61,7 @@ def kernel_specs(
         ),
         "combine": KernelSpec.of("combine", HIDDEN=shape.hidden, **routing, **owners),
         "close": KernelSpec.of("close", ABORT=0, NUM_RANKS=shape.num_ranks),
-        "abort": KernelSpec.of("close", ABORT=1, NUM_RANKS=shape.num_ranks),
+        "abort": abort_spec(shape),
     }
     if compact:
         specs["prepare"] = KernelSpec.of("prepare", COUNTS_WORDS=layout.counts_words, **routing, **owners)
@@ -75,6 +75,11 @@ def kernel_specs(
         specs["dispatch_gemm1"] = KernelSpec.of("dispatch_gemm1", COMPACT=int(compact), **constants)
         specs["gemm2"] = alone["gemm2"]
     return specs
+
+
+def abort_spec(shape: MoeShape) -> KernelSpec:
+    """The kernel that tells all ranks that this one gives its launch up."""
+    return KernelSpec.of("close", ABORT=1, NUM_RANKS=shape.num_ranks)
 
 
 def alone_specs(layout: HeapLayout, *, block_m: int, fp8: bool) -> dict[str, KernelSpec]:

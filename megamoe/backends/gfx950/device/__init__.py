@@ -29,6 +29,9 @@ class Memory(Protocol):
     def read(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
         """A copy on the host of what lies `offset` bytes on."""
 
+    def read_into(self, out: torch.Tensor) -> None:
+        """Copy the first bytes to a contiguous tensor on host or device; done when the call returns."""
+
     def free(self) -> None:
         """Give it back."""
 

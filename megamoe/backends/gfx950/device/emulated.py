@@ -44,6 +44,9 @@ class EmulatedMemory:
             out.view(-1).view(torch.uint8).numpy()[:] = self.buffer.memory[offset : offset + num_bytes]
         return out
 
+    def read_into(self, out: torch.Tensor) -> None:
+        out.copy_(self.read(out.dtype, out.shape))
+
     def free(self) -> None:
         self.buffer.free()
 

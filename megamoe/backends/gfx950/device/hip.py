@@ -66,6 +66,11 @@ class HipMemory:
         raw = self._bytes[offset : offset + out.numel() * out.itemsize].cpu()
         return raw.view(dtype).view(out.shape)
 
+    def read_into(self, out: torch.Tensor) -> None:
+        out.copy_(self._bytes[: out.numel() * out.itemsize].view(out.dtype).view(out.shape))
+        if out.is_cuda:
+            torch.cuda.current_stream(out.device).synchronize()
+
     def free(self) -> None:
         self._tensor = None
 
