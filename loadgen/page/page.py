@@ -130,6 +130,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("Routing", report["routing"]),
         ("Steps counted by client and service", match),
     ]
+    overhead = report["generator"]["overhead_share_of_answer_time"]
+    if overhead is not None and not simulated:
+        facts.append(("Load generator's own time", f"{overhead:.1%} of the service's answer time"))
     if simulated and simulated["proxies"]:
         proxies = [
             ", ".join(f"{name} {value}" for name, value in proxy.items()) for proxy in simulated["proxies"]
