@@ -99,7 +99,7 @@ class AttentionTier:
                 )
         states = [rank.state(request) for rank in self._ranks]
         request.rank = self._router.choose(request.cache_uid, request.agent_uid, states)
-        request.acceptance = config.speculation.schedule(request.uid, config.seed)
+        request.accept = config.speculation.schedule(request.uid, config.seed).next
         self._ranks[request.rank].waiting.append(request)
         return request.rank
 
@@ -156,11 +156,10 @@ class AttentionTier:
             if rank.work is Work.IDLE:
                 continue
             if rank.work is Work.EXTEND:
-                weighted = sum(request.context * rows for request, rows in rank.parts)
-                took = model.prefill_s(rank.num_rows / token_scale, weighted / token_scale / rank.num_rows)
+                mean_context = rank.row_context / token_scale / rank.num_rows
+                took = model.prefill_s(rank.num_rows / token_scale, mean_context)
             else:
                 # Decode rows are requests times K+1 and do not shrink with token_scale.
-                total = sum(request.num_input + request.num_emitted for request, _ in rank.parts)
-                took = model.decode_s(rank.num_rows, total / token_scale)
+                took = model.decode_s(len(rank.parts), rank.num_rows, rank.row_context / token_scale)
             slowest = max(slowest, took * self.config.stragglers.factor(step.step_idx, rank_idx))
         return slowest

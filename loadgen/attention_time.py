@@ -16,24 +16,26 @@ class AttentionTime:
     """Seconds outside the expert layers on one rank, in recorded time and at full context lengths.
 
     prefill of r rows at mean context c: base + r (per_row + c per_row_context).
-    decode of r rows over a total context of t tokens: base + t per_context + r per_decode_row.
+    decode of q requests with r rows and t tokens of context in all: base + q per_request + r per_row + t per_context.
     """
 
     base_s: float = 0.020
-    prefill_row_s: float = 40e-6
-    prefill_row_context_s: float = 1e-10
-    decode_context_s: float = 2e-9
-    decode_row_s: float = 240e-6
+    prefill_row_s: float = 35e-6
+    prefill_row_context_s: float = 0.0
+    decode_request_s: float = 50e-6
+    decode_row_s: float = 210e-6
+    decode_context_s: float = 0.0
 
     def prefill_s(self, num_rows: float, mean_context: float) -> float:
         if num_rows == 0:
             return 0.0
         return self.base_s + num_rows * (self.prefill_row_s + mean_context * self.prefill_row_context_s)
 
-    def decode_s(self, num_rows: float, total_context: float) -> float:
+    def decode_s(self, num_requests: float, num_rows: float, total_context: float) -> float:
         if num_rows == 0:
             return 0.0
-        return self.base_s + total_context * self.decode_context_s + num_rows * self.decode_row_s
+        of_requests = num_requests * self.decode_request_s + total_context * self.decode_context_s
+        return self.base_s + of_requests + num_rows * self.decode_row_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,8 @@ class DpRank:
         self._chunk_rows = chunk_rows
         self._max_running = max_running
         self._rows_per_request = rows_per_request
+        self._parts: tuple[tuple[TierRequest, int], ...] = ()  # of the running ones, while they stay the same
+        self._context = 0
 
     @property
     def load(self) -> int:
@@ -56,31 +58,33 @@ class DpRank:
             rows = min(left, request.prefill_left)
             parts.append((request, rows))
             left -= rows
-        return RankWork(Work.EXTEND, tuple(parts)) if parts else None
+        if not parts:
+            return None
+        row_context = sum(request.context * rows for request, rows in parts)
+        return RankWork(Work.EXTEND, tuple(parts), self._chunk_rows - left, row_context)
 
     def verify(self) -> RankWork:
         """One decode step of everything that runs."""
         if not self.running:
             return RankWork(Work.IDLE)
         rows = self._rows_per_request
-        return RankWork(Work.VERIFY, tuple((request, rows) for request in self.running))
+        if not self._parts:
+            self._parts = tuple([(request, rows) for request in self.running])
+            self._context = sum(request.context for request in self.running)
+        return RankWork(Work.VERIFY, self._parts, rows * len(self._parts), self._context)
 
     def finish(self, work: RankWork, now: float) -> tuple[list[TierRequest], int]:
         """The step has ended at `now`: emit tokens. Returns the complete requests, and tokens emitted."""
+        if work.work is Work.VERIFY:
+            return self._verified(work, now)
         num_tokens = 0
         complete = []
         for request, rows in work.parts:
-            before = request.num_emitted
-            if work.work is Work.EXTEND:
-                self._prefilled(request, rows, now)
-            else:
-                _verified(request, now)
-            num_tokens += request.num_emitted - before
-            if request.num_emitted >= request.num_output:
+            self._prefilled(request, rows, now)
+            num_tokens += request.num_emitted
+            if request.done:
                 complete.append(request)
                 self._release(request)
-        if complete and work.work is Work.VERIFY:
-            self.running = [request for request in self.running if not request.done]
         return complete, num_tokens
 
     def remove(self, doomed: Callable[[TierRequest], bool]) -> list[TierRequest]:
@@ -90,6 +94,7 @@ class DpRank:
             self._release(request)
         self.waiting = deque(request for request in self.waiting if request not in gone)
         self.running = [request for request in self.running if request not in gone]
+        self._parts = ()
         return gone
 
     # ------------------------------------------------------------ inside
@@ -123,13 +128,27 @@ class DpRank:
         request.emissions.append(now)
         if not request.done:
             self.running.append(request)
+            self._parts = ()
 
-
-def _verified(request: TierRequest, now: float) -> None:
-    if request.acceptance is None:
-        raise AssertionError("a running request has no acceptance schedule: this is a bug")
-    accepted = request.acceptance.next()
-    request.num_verify_steps += 1
-    request.num_accepted += accepted
-    request.num_emitted = min(request.num_emitted + accepted, request.num_output)
-    request.emissions.append(now)
+    def _verified(self, work: RankWork, now: float) -> tuple[list[TierRequest], int]:
+        """Every request of the step accepts tokens. The innermost loop of a simulation."""
+        num_tokens = 0
+        complete = []
+        for request, _ in work.parts:
+            accepted = request.accept()
+            request.num_verify_steps += 1
+            request.num_accepted += accepted
+            request.emissions.append(now)
+            left = request.num_output - request.num_emitted
+            if accepted >= left:
+                accepted = left
+                complete.append(request)
+            request.num_emitted += accepted
+            num_tokens += accepted
+        self._context += num_tokens
+        if complete:
+            self.running = [request for request in self.running if not request.done]
+            self._parts = ()
+            for request in complete:
+                self._release(request)
+        return complete, num_tokens

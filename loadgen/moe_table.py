@@ -1,20 +1,20 @@
 """A MoE tier whose answers come from a table of latencies: no service, no rows, only time.
 
 The path of every step is chosen by the same rule that the service applies (`choose_path` on the deployment named in
-the table); its time is interpolated linearly in the agreed maximum of rows between the table's entries, and held
-constant below the first. Nothing here is measured: a report made with it says "simulated" and lists the entries that
+the table). Its time is interpolated linearly between the table's entries, and held constant below the first. Entries
+were measured with equally many rows on every rank; a step whose ranks differ takes the time of `max_weight` times its
+largest rank plus the rest times its average: transfers wait for the largest rank, experts work on the sum. Nothing here is measured: a report made with it says "simulated" and lists the entries that
 stand in for something else.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from loadgen.moe_tier import SubStepSeen, TierInfo
 from megamoe import (
@@ -23,6 +23,7 @@ from megamoe import (
     Phase,
     PlanId,
     StepPlan,
+    SubStep,
     choose_path,
     plan_bundle,
     preset,
@@ -63,16 +64,24 @@ class PathLatency:
         if not set(self.proxy_rows) <= set(self.rows):
             raise ConfigError(must_be(f"proxy_rows of {name}", f"among {list(self.rows)}", self.proxy_rows))
 
-    def at(self, num_rows: int) -> float:
-        return float(np.interp(num_rows, self.rows, self.latency_us))
+    def at(self, num_rows: float) -> float:
+        """Microseconds at a number of rows, which need not be whole."""
+        above = bisect.bisect_left(self.rows, num_rows)
+        if above == 0:
+            return self.latency_us[0]
+        low, high = self.rows[above - 1 : above + 1]
+        share = (num_rows - low) / (high - low)
+        return self.latency_us[above - 1] * (1 - share) + self.latency_us[above] * share
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeTimeTable:
-    """A table file as values. deployment: whose runtimes and rule the steps follow."""
+    """A table file as values. deployment: whose runtimes and rule the steps follow. max_weight: from 0 (the average of
+    rows over ranks decides the time) to 1 (their maximum does)."""
 
     name: str
     source: str
+    max_weight: float
     deployment: Deployment
     paths: tuple[PathLatency, ...]
 
@@ -116,7 +125,15 @@ class MoeTimeTable:
             )
             for entry in fields["paths"]
         )
-        return cls(name=fields["name"], source=fields["source"], deployment=deployment, paths=paths)
+        if not 0 <= fields["max_weight"] <= 1:
+            raise ConfigError(must_be("max_weight", "from 0 to 1", fields["max_weight"]))
+        return cls(
+            name=fields["name"],
+            source=fields["source"],
+            max_weight=fields["max_weight"],
+            deployment=deployment,
+            paths=paths,
+        )
 
     @property
     def proxies(self) -> list[dict[str, Any]]:
@@ -154,7 +171,7 @@ class TableTier:
             large_m_min_tokens=deployment.large_m_min_tokens,
         )
         self._latency = {(entry.path, entry.capacity): entry for entry in self.table.paths}
-        self._seen: dict[tuple[int, bool], tuple[SubStepSeen, ...]] = {}
+        self._pieces: dict[tuple[int, bool], tuple[SubStep, ...]] = {}
         for spec in self._bundle.runtimes:
             if self._policy.allows(spec.path) and (spec.path, spec.capacity) not in self._latency:
                 raise ConfigError(f"moe_time must have latencies of {spec.path} {spec.capacity}, got none")
@@ -175,18 +192,35 @@ class TableTier:
             "table": self.table.name,
             "source": self.table.source,
             "paths": sorted(str(path) for path in self.enabled | {MoePath.COMPACT}),
+            "max_weight": self.table.max_weight,
             "proxies": self.table.proxies,
         }
 
     def layer(self, num_rows_per_rank: Sequence[int], *, prefill: bool) -> tuple[SubStepSeen, ...]:
         """The pieces of one layer call, and how long each takes."""
-        key = (max(num_rows_per_rank), prefill)
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = self._choose(tuple(num_rows_per_rank), prefill)
-        return seen
+        max_rows = max(num_rows_per_rank)
+        pieces = self._pieces.get((max_rows, prefill))
+        if pieces is None:
+            pieces = self._pieces[max_rows, prefill] = self._choose(tuple(num_rows_per_rank), prefill)
+        return tuple(
+            SubStepSeen(
+                path=str(piece.path),
+                runtime_capacity=piece.runtime_capacity,
+                max_rows=piece.max_rows,
+                total_us_per_rank={NOBODY: self._latency_us(piece, num_rows_per_rank)},
+                stages_us={},
+            )
+            for piece in pieces
+        )
 
-    def _choose(self, num_rows_per_rank: tuple[int, ...], prefill: bool) -> tuple[SubStepSeen, ...]:
+    def _latency_us(self, piece: SubStep, num_rows_per_rank: Sequence[int]) -> float:
+        weight, start, stop = self.table.max_weight, piece.start_row, piece.stop_row
+        total = sum(min(max(rows - start, 0), stop - start) for rows in num_rows_per_rank)
+        rows = weight * piece.max_rows + (1 - weight) * total / len(num_rows_per_rank)
+        return self._latency[piece.path, piece.runtime_capacity].at(rows)
+
+    def _choose(self, num_rows_per_rank: tuple[int, ...], prefill: bool) -> tuple[SubStep, ...]:
+        """Pieces and paths, which depend on the largest rank and the phase only."""
         plan = StepPlan(
             plan_id=PlanId(0, 0),
             num_rows_per_rank=num_rows_per_rank,
@@ -196,15 +230,4 @@ class TableTier:
             placement_version=0,
             policy_version=0,
         )
-        return tuple(
-            SubStepSeen(
-                path=str(piece.path),
-                runtime_capacity=piece.runtime_capacity,
-                max_rows=piece.max_rows,
-                total_us_per_rank={
-                    NOBODY: self._latency[piece.path, piece.runtime_capacity].at(piece.max_rows)
-                },
-                stages_us={},
-            )
-            for piece in choose_path(plan, self._bundle, self._policy)
-        )
+        return choose_path(plan, self._bundle, self._policy)

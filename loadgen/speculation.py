@@ -7,7 +7,6 @@ schedule has the least variance that whole numbers allow: every step accepts flo
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 
 from megamoe.errors import ConfigError, must_be
@@ -67,15 +66,17 @@ class AcceptanceSchedule:
     its share by a whole token.
     """
 
-    __slots__ = ("_mean", "_phase", "_steps")
+    __slots__ = ("_mean", "_phase", "_steps", "_total")
 
     def __init__(self, mean: float, phase: float) -> None:
         self._mean = mean
         self._phase = phase
         self._steps = 0
+        self._total = 0
 
     def next(self) -> int:
         """Tokens that the next verify step accepts."""
-        before = math.floor(self._phase + self._steps * self._mean)
+        before = self._total
         self._steps += 1
-        return math.floor(self._phase + self._steps * self._mean) - before
+        self._total = int(self._phase + self._steps * self._mean)
+        return self._total - before

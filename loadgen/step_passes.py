@@ -64,8 +64,10 @@ class SimulatedSteps:
         target = step.target_pass()
         moe_s, paths = self._pass(target, self._moe.info.num_layers, phase)
         if self._config.draft_moe_layers:
-            for rows in step.draft_passes(self._config.speculation.num_drafts):
-                moe_s += self._pass(rows, self._config.draft_moe_layers, phase)[0]
+            passes = step.draft_passes(self._config.speculation.num_drafts)
+            alike = max(len(passes) - 1, 1)  # all passes after the first are alike
+            for rows, times in zip(passes, (1, alike)):
+                moe_s += self._pass(rows, self._config.draft_moe_layers * times, phase)[0]
         start_s = self._clock.now()
         await self._clock.sleep_until(start_s + attention_s * self._time_scale + moe_s)
         return step_record(
@@ -238,7 +240,7 @@ def step_record(
         agree_s=agree_s,
         moe_s=moe_s,
         num_rows_per_rank=step.num_rows_per_rank,
-        num_requests=len(step.requests()),
+        num_requests=sum(len(rank.parts) for rank in step.ranks),
         num_tokens=0,
         num_completed=0,
         paths=paths,

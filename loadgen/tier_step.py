@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
 from loadgen.prefix_cache import KvLease
-from loadgen.speculation import AcceptanceSchedule
 from loadgen.trace import HashIds
 
 
@@ -22,13 +22,17 @@ class Work(StrEnum):
 PHASE_OF_WORK = {Work.EXTEND: "prefill", Work.VERIFY: "decode", Work.IDLE: "idle"}
 
 
+def _nothing() -> int:
+    raise AssertionError("a request that was never submitted cannot decode: this is a bug")
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class TierRequest:
     """A request inside the tier, from submission to its last token. Times are the clock's, set by finish_step.
 
     cache_uid: within it block identities mean something. agent_uid: requests of one agent extend each other.
     num_cached: tokens found cached when its prefill began, -1 before.
-    emissions: clock time of each step that emitted tokens of it.
+    emissions: clock time of each step that emitted tokens of it. accept: how many tokens its next decode step accepts.
     """
 
     uid: str
@@ -45,7 +49,7 @@ class TierRequest:
     num_verify_steps: int = 0
     num_accepted: int = 0
     emissions: list[float] = field(default_factory=list)
-    acceptance: AcceptanceSchedule | None = None
+    accept: Callable[[], int] = _nothing
     lease: KvLease | None = None
 
     @property
@@ -64,14 +68,16 @@ class TierRequest:
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """One rank's part of a step: (request, rows) pairs in order."""
+    """One rank's part of a step: (request, rows) pairs in order, and the sum of their rows.
+
+    row_context: what attention reads. In EXTEND the sum over rows of their request's context so far, in VERIFY the sum
+    over requests of theirs; tokens.
+    """
 
     work: Work
     parts: tuple[tuple[TierRequest, int], ...] = ()
-
-    @property
-    def num_rows(self) -> int:
-        return sum(rows for _, rows in self.parts)
+    num_rows: int = 0
+    row_context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class TierStep:
     def num_rows_per_rank(self) -> tuple[int, ...]:
         return tuple(rank.num_rows for rank in self.ranks)
 
-    @property
+    @cached_property
     def phase(self) -> str:
         """Phase of the agreed step: prefill if any rank with rows extends."""
         return "prefill" if any(rank.work is Work.EXTEND for rank in self.ranks) else "decode"
@@ -130,18 +136,15 @@ class TierStep:
     def draft_passes(self, num_drafts: int) -> list[StepRows]:
         """Rows of the draft model, one pass a draft: a decoding request carries one row, not num_drafts + 1. The first
         pass also takes the prompts of ranks that extend."""
-        passes = []
-        for draft_idx in range(num_drafts):
-            counts = [_draft_rows(rank, draft_idx) for rank in self.ranks]
-            if any(counts):
-                phases = (
-                    PHASE_OF_WORK[rank.work] if rows else "idle" for rank, rows in zip(self.ranks, counts)
-                )
-                passes.append(StepRows(tuple(counts), tuple(phases)))
-        return passes
+        if num_drafts == 0:
+            return []
+        decode = [len(rank.parts) if rank.work is Work.VERIFY else 0 for rank in self.ranks]
+        first = [
+            rank.num_rows if rank.work is Work.EXTEND else rows for rank, rows in zip(self.ranks, decode)
+        ]
+        others = [self._draft_pass(decode)] * (num_drafts - 1) if any(decode) else []
+        return [self._draft_pass(first), *others]
 
-
-def _draft_rows(rank: RankWork, draft_idx: int) -> int:
-    if rank.work is Work.EXTEND:
-        return rank.num_rows if draft_idx == 0 else 0
-    return len(rank.parts)
+    def _draft_pass(self, counts: list[int]) -> StepRows:
+        phases = (PHASE_OF_WORK[rank.work] if rows else "idle" for rank, rows in zip(self.ranks, counts))
+        return StepRows(tuple(counts), tuple(phases))
