@@ -6,7 +6,7 @@ A step lasts as long as its slowest rank. `calibrate` says where the constants c
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megamoe.errors import ConfigError, must_be
 
@@ -25,6 +25,11 @@ class AttentionTime:
     decode_request_s: float = 50e-6
     decode_row_s: float = 210e-6
     decode_context_s: float = 0.0
+
+    @classmethod
+    def nothing(cls) -> AttentionTime:
+        """Attention that takes no time: load for the expert layers alone."""
+        return cls(**{constant.name: 0.0 for constant in fields(cls)})
 
     def prefill_s(self, num_rows: float, mean_context: float) -> float:
         if num_rows == 0:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from loadgen.attention_tier import TierConfig
 from loadgen.attention_time import AttentionTime
@@ -31,7 +32,7 @@ from megamoe import Path as MoePath
 
 PREFILL_INTERVAL = 16
 BEFORE: frozenset[MoePath] = frozenset()
-"""Paths that serve AgentX with the fused paths off: in the sources' runtime of 8192 tokens a rank only compact is left."""
+"""Paths besides compact that serve AgentX with the fused paths off: the sources' runtime of 8192 tokens has none."""
 STEPS = np.array([4e-6, 2e-9])
 """Finite differences: large against the noise of runs, which are chaotic at the level of a percent."""
 START = np.array([35e-6, 1e-9])
@@ -56,7 +57,9 @@ def moe_step_ms(moe: TableTier, run: DecodeRun) -> float:
 def fit_decode(table: MoeTimeTable) -> AttentionTime:
     """base_s, decode_request_s and decode_row_s from the decode runs on compact only."""
     moe = TableTier(table, frozenset())
-    terms = np.array([[1.0, run.concurrency / moe.info.num_ranks, run.num_rows_per_rank] for run in DECODE_RUNS])
+    terms = np.array(
+        [[1.0, run.concurrency / moe.info.num_ranks, run.num_rows_per_rank] for run in DECODE_RUNS]
+    )
     other_ms = np.array([run.before_ms - moe_step_ms(moe, run) for run in DECODE_RUNS])
     weights = 1 / np.array([run.before_ms for run in DECODE_RUNS])
     base, request, row = np.linalg.lstsq(terms * weights[:, None], other_ms * weights, rcond=None)[0] / 1e3
@@ -84,11 +87,14 @@ class Setting:
         )
 
 
-def residuals(figures: Sequence[Figures]) -> np.ndarray:
+def residuals(figures: Sequence[Figures]) -> npt.NDArray[np.float64]:
     """Logarithms of simulated over published "before" figures: throughput, then interactivity."""
-    simulated = [one["total_tput_tps"] for one in figures] + [one["p90_intvty"] for one in figures]
+    simulated: list[float] = [one["total_tput_tps"] for one in figures] + [
+        one["p90_intvty"] for one in figures
+    ]
     published = [run.before_total_tps for run in AGENTX_RUNS] + [run.before_p90_intvty for run in AGENTX_RUNS]
-    return np.log(np.array(simulated) / np.array(published))
+    misses: npt.NDArray[np.float64] = np.log(np.array(simulated) / np.array(published))
+    return misses
 
 
 def fit_agentx(
@@ -96,10 +102,10 @@ def fit_agentx(
 ) -> AttentionTime:
     """`attention` with prefill_row_s and decode_context_s fitted; both stay at least 0."""
 
-    def with_constants(constants: np.ndarray) -> AttentionTime:
+    def with_constants(constants: npt.NDArray[np.float64]) -> AttentionTime:
         return replace(attention, prefill_row_s=float(constants[0]), decode_context_s=float(constants[1]))
 
-    def misses(points: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def misses(points: Sequence[npt.NDArray[np.float64]]) -> list[npt.NDArray[np.float64]]:
         """Residuals at several points, all runs side by side."""
         runs = [
             setting.simulation(run, with_constants(point), BEFORE) for point in points for run in AGENTX_RUNS

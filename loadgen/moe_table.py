@@ -3,8 +3,8 @@
 The path of every step is chosen by the same rule that the service applies (`choose_path` on the deployment named in
 the table). Its time is interpolated linearly between the table's entries, and held constant below the first. Entries
 were measured with equally many rows on every rank; a step whose ranks differ takes the time of `max_weight` times its
-largest rank plus the rest times its average: transfers wait for the largest rank, experts work on the sum. Nothing here is measured: a report made with it says "simulated" and lists the entries that
-stand in for something else.
+largest rank plus the rest times its average: transfers wait for the largest rank, experts work on the sum. Nothing
+here is measured: a report made with it says "simulated" and lists the entries that stand in for something else.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import numpy as np
 from loadgen.attention_tier import TierConfig
 from loadgen.attention_time import AttentionTime
 from loadgen.clock import VirtualClock
+from loadgen.figures import stats_of, successful
 from loadgen.moe_source import SimulatedMoe
 from loadgen.moe_table import TableTier
 from loadgen.records import RunRecord
@@ -31,7 +32,7 @@ class Simulation:
     traces: TraceSource
 
     def run(self) -> tuple[RunRecord, dict[str, Any]]:
-        """The records and the report."""
+        """The records, and the report with the lengths of its requests beside (`input_tokens`, `output_tokens`)."""
         moe = TableTier(self.moe.table, self.moe.enabled)
         replay = Replay(moe, self.traces, self.scenario, self.tier, VirtualClock(), attention=self.attention)
         record = asyncio.run(replay.run())
@@ -47,6 +48,9 @@ class Simulation:
             simulated=moe.description,
             attention=self.attention,
         )
+        requests = successful(record)
+        report["input_tokens"] = stats_of([request.num_input for request in requests], "tokens")
+        report["output_tokens"] = stats_of([request.num_output for request in requests], "tokens")
         return record, report
 
 

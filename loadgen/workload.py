@@ -20,9 +20,7 @@ from megamoe.errors import ConfigError, must_be
 
 ENDLESS_TOKENS = 400_000
 """Output of a request that is not to end: about half a million steps' worth, within the context limit."""
-NO_ATTENTION = AttentionTime(
-    base_s=0.0, prefill_row_s=0.0, prefill_row_context_s=0.0, decode_context_s=0.0, decode_row_s=0.0
-)
+NO_ATTENTION = AttentionTime.nothing()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,7 +220,12 @@ def test_the_idlest_rank_takes_everything_when_ranks_are_far_from_balanced() -> 
 
 def test_attention_time_is_that_of_the_slowest_rank_at_full_length() -> None:
     model = AttentionTime(
-        base_s=1.0, prefill_row_s=0.1, prefill_row_context_s=0.001, decode_context_s=0.01, decode_row_s=0.5
+        base_s=1.0,
+        prefill_row_s=0.1,
+        prefill_row_context_s=0.001,
+        decode_request_s=2.0,
+        decode_context_s=0.01,
+        decode_row_s=0.5,
     )
     tier = tier_of(2, decode_rounds_per_prefill=0)
     tier.submit(make("a", 2, out=100))
@@ -229,7 +234,7 @@ def test_attention_time_is_that_of_the_slowest_rank_at_full_length() -> None:
     assert tier.attention_s(step, model, 0.5) == pytest.approx(1 + 256 * 0.1)
     tier.finish_step(step, 0.0)
     step = tier.next_step()
-    assert tier.attention_s(step, model, 0.5) == pytest.approx(1 + 129 / 0.5 * 0.01 + 7 * 0.5)
+    assert tier.attention_s(step, model, 0.5) == pytest.approx(1 + 2 + 129 / 0.5 * 0.01 + 7 * 0.5)
 
 
 @pytest.mark.parametrize(

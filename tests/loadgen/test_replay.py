@@ -28,7 +28,7 @@ from tests.loadgen.fake_tier import FakeTier, demo_info
 
 DEMO = PROFILES["demo"]
 NO_ATTENTION = AttentionTime(
-    base_s=0, prefill_row_s=0, prefill_row_context_s=0, decode_context_s=0, decode_row_s=0
+    base_s=0, prefill_row_s=0, prefill_row_context_s=0, decode_request_s=0, decode_context_s=0, decode_row_s=0
 )
 
 
@@ -170,7 +170,12 @@ def test_a_request_takes_what_its_steps_take() -> None:
         concurrency=1, warmup_requests=0, duration_wall_s=1000.0, start_min=0, start_max=0
     )
     attention = AttentionTime(
-        base_s=0.1, prefill_row_s=0.001, prefill_row_context_s=0, decode_context_s=0, decode_row_s=0.002
+        base_s=0.1,
+        prefill_row_s=0.001,
+        prefill_row_context_s=0,
+        decode_request_s=0,
+        decode_context_s=0,
+        decode_row_s=0.002,
     )
     # The start point is the first request itself, so there is nothing to prime.
     corpus = FixedTraces(trace(request(0, 10, out=8, api_time=0)))
@@ -269,7 +274,12 @@ def test_caches_hold_live_sessions_only(demo: tuple[RunRecord, FakeTier, Replay]
 
 def test_attention_passes_in_full_whatever_the_number_of_layers() -> None:
     attention = AttentionTime(
-        base_s=0.3, prefill_row_s=0, prefill_row_context_s=0, decode_context_s=0, decode_row_s=0
+        base_s=0.3,
+        prefill_row_s=0,
+        prefill_row_context_s=0,
+        decode_request_s=0,
+        decode_context_s=0,
+        decode_row_s=0,
     )
     record, _, _ = play(short(time_scale=0.5), attention=attention, info=demo_info(num_layers=3))
     assert {round(step.attention_s, 9) for step in record.steps} == {0.15}

@@ -202,7 +202,12 @@ def test_stragglers_slow_their_share_of_steps_and_depend_only_on_the_seed() -> N
 
 def test_a_late_rank_makes_the_whole_step_late() -> None:
     model = AttentionTime(
-        base_s=1.0, prefill_row_s=0, prefill_row_context_s=0, decode_context_s=0, decode_row_s=0
+        base_s=1.0,
+        prefill_row_s=0,
+        prefill_row_context_s=0,
+        decode_request_s=0,
+        decode_context_s=0,
+        decode_row_s=0,
     )
     tier = AttentionTier(2, TierConfig(stragglers=Stragglers(share=1.0, slowdown=2.5)))
     _, decode = first_steps(CONFIG, num_ranks=2)
