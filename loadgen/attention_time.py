@@ -1,6 +1,7 @@
 """How long attention and everything else outside the expert layers takes in one step: a model, not a measurement.
 
-A step lasts as long as its slowest rank. `calibrate` says where the constants come from.
+A step lasts as long as its slowest rank. The constants are what `loadgen calibrate` finds for 8 x MI355X serving
+DeepSeek-V4-Pro; `calibrate` says from what.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ class AttentionTime:
     decode of q requests with r rows and t tokens of context in all: base + q per_request + r per_row + t per_context.
     """
 
-    base_s: float = 0.020
-    prefill_row_s: float = 35e-6
+    base_s: float = 20.63e-3
+    prefill_row_s: float = 54.5e-6
     prefill_row_context_s: float = 0.0
-    decode_request_s: float = 50e-6
-    decode_row_s: float = 210e-6
-    decode_context_s: float = 0.0
+    decode_request_s: float = 32.6e-6
+    decode_row_s: float = 217.8e-6
+    decode_context_s: float = 4.0e-10
 
     @classmethod
     def nothing(cls) -> AttentionTime:

@@ -1,17 +1,20 @@
-"""Fits the attention-time model to published figures: four constants, to twelve figures WITHOUT the paths in question.
+"""Fits the attention-time model to published figures: five constants, to twelve figures WITHOUT the paths in question.
 
-1. base_s and decode_row_s from the six decode runs on compact only: what is left of a step after its MoE layers (and
-   the draft model's) is linear in the rows of a rank. Linear least squares of relative errors.
+1. base_s, decode_request_s and decode_row_s from the six decode runs on compact only: what is left of a step after its
+   MoE layers (and the draft model's) is linear in requests and rows of a rank. Least squares of relative errors.
 2. prefill_row_s and decode_context_s from throughput and P90 interactivity of AgentX at three concurrencies with the
    fused paths off. Gauss-Newton on simulated runs, least squares of the logarithms of simulated over published.
 
 Gains of a path are never fitted: what a run with a path makes of these constants is a prediction. Assumed, not fitted:
 one prefill round in 16 decode rounds (the middle of what deployments use), no term for the context of prefill (the
-figures all have about the same), one MoE layer in the draft model, unlimited KV memory, the seed of the scenario.
+figures all have about the same), one MoE layer in the draft model, KV memory that holds all live sessions, and the
+table's max_weight.
 """
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,22 +23,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.attention_tier import TierConfig
 from loadgen.attention_time import AttentionTime
 from loadgen.moe_source import SimulatedMoe
 from loadgen.moe_table import MoeTimeTable, TableTier
+from loadgen.profiles import PROFILES
 from loadgen.published import AGENTX_RUNS, DECODE_RUNS, AgentxRun, DecodeRun
 from loadgen.scenario import ScenarioConfig
 from loadgen.simulate import Simulation
 from loadgen.synth import SyntheticTraces
 from megamoe import Path as MoePath
 
-PREFILL_INTERVAL = 16
+TIER = PROFILES["full"].tier
 BEFORE: frozenset[MoePath] = frozenset()
 """Paths besides compact that serve AgentX with the fused paths off: the sources' runtime of 8192 tokens has none."""
-STEPS = np.array([4e-6, 2e-9])
+STEPS = np.array([10e-6, 2e-9])
 """Finite differences: large against the noise of runs, which are chaotic at the level of a percent."""
-START = np.array([35e-6, 1e-9])
+START = np.array([45e-6, 0.5e-9])
 REGULARITY = 0.05
 """Weight that holds the constants near START where the figures say nothing, per START."""
 
@@ -81,7 +84,7 @@ class Setting:
         return Simulation(
             moe=SimulatedMoe(table=self.table, enabled=paths),
             scenario=scenario,
-            tier=TierConfig(seed=self.seed, decode_rounds_per_prefill=PREFILL_INTERVAL, draft_moe_layers=1),
+            tier=replace(TIER, seed=self.seed),
             attention=attention,
             traces=SyntheticTraces(scenario.num_traces, self.seed),
         )
@@ -98,7 +101,7 @@ def residuals(figures: Sequence[Figures]) -> npt.NDArray[np.float64]:
 
 
 def fit_agentx(
-    setting: Setting, attention: AttentionTime, run_all: Map, note: Callable[[str], None], iterations: int = 2
+    setting: Setting, attention: AttentionTime, run_all: Map, note: Callable[[str], None], iterations: int = 1
 ) -> AttentionTime:
     """`attention` with prefill_row_s and decode_context_s fitted; both stay at least 0."""
 
@@ -137,5 +140,12 @@ def run_in_processes(simulations: Sequence[Simulation], workers: int = 2) -> lis
 
 
 def report_of(simulation: Simulation) -> Figures:
-    """The report of one run, without its records."""
-    return simulation.run()[1]
+    """The report of one run, without its records, and what the run cost (`cost`)."""
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    report = simulation.run()[1]
+    report["cost"] = {
+        "wall_s": time.perf_counter() - began_s,
+        "cpu_s": time.process_time() - cpu_s,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    return report

@@ -27,6 +27,7 @@ from loadgen import cli_report, cli_traces
 from loadgen.attention_time import Stragglers
 from loadgen.cli_engine import engine
 from loadgen.cli_exit import EXIT_CANCELLED, EXIT_FAILED, EXIT_REFUSED, exit_status
+from loadgen.cli_published import calibrate, published
 from loadgen.display import final_tables, watch
 from loadgen.live import LiveTier
 from loadgen.moe_source import SimulatedMoe, open_moe
@@ -48,6 +49,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 app.command()(cli_traces.synth)
 app.command()(cli_traces.stats)
 app.command()(engine)
+app.command()(calibrate)
+app.command()(published)
 app.command()(cli_report.compare)
 app.command()(cli_report.page)
 
@@ -119,7 +122,7 @@ def main(
     drafts: Annotated[int | None, typer.Option(help="draft tokens K of a decode step [6]")] = None,
     chunk_rows: Annotated[int | None, typer.Option(help="prefill rows a rank and step [full: 8192]")] = None,
     decode_rounds_per_prefill: Annotated[
-        int | None, typer.Option(help="decode steps between two prefill rounds [full: 8]")
+        int | None, typer.Option(help="decode steps between two prefill rounds [full: 16]")
     ] = None,
     step_retries: Annotated[
         int | None, typer.Option(help="tries more of a failed step before its requests fail [1]")

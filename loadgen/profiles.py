@@ -18,8 +18,8 @@ class RunProfile:
 
 
 PROFILES: dict[str, RunProfile] = {
-    # V4-Pro drafts with one more layer, experts included.
-    "full": RunProfile(tier=TierConfig(draft_moe_layers=1)),
+    # V4-Pro drafts with one more layer, experts included. The interval is the middle of what deployments use.
+    "full": RunProfile(tier=TierConfig(draft_moe_layers=1, decode_rounds_per_prefill=16)),
     # For the service's demo profile on 2 cores: steps of a few to 512 rows a rank, so that every path serves.
     "demo": RunProfile(
         scenario=ScenarioConfig(

@@ -7,12 +7,11 @@ and outputs were; 1,024 tokens each are assumed. AgentX runs: fused paths on aga
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from loadgen.attention_tier import TierConfig
 from loadgen.attention_time import AttentionTime
-from loadgen.calibrate import BEFORE, PREFILL_INTERVAL, Figures, Map, Setting
+from loadgen.calibrate import BEFORE, TIER, Figures, Map, Setting
 from loadgen.moe_source import SimulatedMoe
 from loadgen.moe_table import MoeTimeTable
 from loadgen.published import AGENTX_RUNS, DECODE_RUNS, HOUR_PROFILE, DecodeRun
@@ -21,7 +20,7 @@ from loadgen.simulate import Simulation, SingleTurns
 from megamoe import Path as MoePath
 
 AFTER = frozenset(MoePath)
-DECODE_S = 240.0
+DECODE_S = 120.0
 """Length of a decode run: a few outputs a lane."""
 GAIN_POINTS = 5.0
 SAME_PERCENT = 1.0
@@ -80,9 +79,7 @@ def decode_simulation(
     return Simulation(
         moe=SimulatedMoe(table=table, enabled=paths),
         scenario=scenario,
-        tier=TierConfig(
-            decode_rounds_per_prefill=PREFILL_INTERVAL, draft_moe_layers=1, speculation=run.speculation
-        ),
+        tier=replace(TIER, speculation=run.speculation),
         attention=attention,
         traces=SingleTurns(count=8 * run.concurrency, num_input=1024, num_output=1024),
     )
