@@ -31,6 +31,7 @@ def tier_info(info: ServiceInfo) -> TierInfo:
         generation=info.generation,
         max_tokens_per_rank=info.limits.max_tokens_per_rank,
         max_step_rows=info.limits.max_step_rows,
+        max_micro_batches=info.limits.max_micro_batches,
         metrics_urls=tuple(f"http://{address}/metrics" for address in info.metrics_addresses),
     )
 

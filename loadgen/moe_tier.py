@@ -17,7 +17,8 @@ from megamoe import MoeShape
 
 @dataclass(frozen=True, kw_only=True)
 class TierInfo:
-    """Facts of the service. max_step_rows: rows of one rank in one step. metrics_urls: Prometheus pages by rank."""
+    """Facts of the service. max_step_rows: rows of one rank in one step. metrics_urls: Prometheus pages by rank.
+    max_micro_batches: plans that may be open at once."""
 
     shape: MoeShape
     model_name: str
@@ -27,6 +28,7 @@ class TierInfo:
     max_tokens_per_rank: int
     max_step_rows: int
     metrics_urls: tuple[str, ...] = ()
+    max_micro_batches: int = 1
 
     @property
     def num_ranks(self) -> int:

@@ -20,8 +20,8 @@ from loadgen.simulate import Simulation, SingleTurns
 from megamoe import Path as MoePath
 
 AFTER = frozenset(MoePath)
-DECODE_S = 120.0
-"""Length of a decode run: a few outputs a lane."""
+DECODE_S = 600.0
+"""Length of a decode run: several outputs a lane, so that filling the tier at the start does not count for much."""
 GAIN_POINTS = 5.0
 SAME_PERCENT = 1.0
 FIGURE_PERCENT = 15.0

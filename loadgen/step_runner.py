@@ -87,6 +87,9 @@ class StepRunner:
         self._steps: SimulatedSteps | ServedSteps
         if isinstance(moe, TableTier):
             self._steps = SimulatedSteps(moe, clock, record, tier.config, time_scale)
+        elif num_micro_batches > moe.info.max_micro_batches:
+            wanted = f"at most {moe.info.max_micro_batches} with this service"
+            raise ConfigError(must_be("micro_batches", wanted, num_micro_batches))
         elif rows is None:
             raise AssertionError("a service needs rows: this is a bug")
         else:

@@ -129,6 +129,22 @@ def test_a_run_reports_what_the_service_counted(running_service: ServiceProcess,
     assert "count the same steps: yes" in generator.text
 
 
+def test_micro_batches_and_draft_passes_are_served_too(
+    running_service: ServiceProcess, tmp_path: Path
+) -> None:
+    """Two plans in flight at once, and the draft model's passes: more calls than layers times steps, all counted."""
+    options = ("--duration", "5", "--micro-batches", "2", "--draft-moe-layers", "1")
+    status, report = (generator := LoadGenerator(running_service, tmp_path, *options)).end()
+    assert status == 0, generator.text
+    assert report["requests"]["failed"] == 0
+    assert report["requests"]["completed"] > 5
+    assert report["service_steps_match"] is True
+    assert report["steps"]["retried"] == 0
+    executed = report["steps"]["executed"]
+    passes = (report["calls"] - report["layers"] * executed) / executed
+    assert passes > 1.0  # a second micro-batch is another call a layer, and every draft is one
+
+
 def test_ctrl_c_leaves_a_report_and_the_lease(running_service: ServiceProcess, tmp_path: Path) -> None:
     generator = LoadGenerator(running_service, tmp_path / "first", "--duration", "600")
     generator.wait_for("profile", 90)
