@@ -42,9 +42,21 @@ def tier(*enabled: MoePath) -> TableTier:
 def test_a_step_takes_the_path_of_the_service_and_the_time_of_the_table(
     enabled: tuple[MoePath, ...], rows: int, prefill: bool, path: str, latency_us: float
 ) -> None:
-    (piece,) = tier(*enabled).layer((rows, 0, 1, 0, 0, 0, 0, 0), prefill=prefill)
+    (piece,) = tier(*enabled).layer((rows,) * 8, prefill=prefill)
     assert piece.path == path
     assert piece.total_us == pytest.approx(latency_us)
+
+
+def test_the_largest_rank_chooses_the_path_and_the_average_has_a_say_in_the_time() -> None:
+    moe = tier(MoePath.FIXED_SLOT)
+    (piece,) = moe.layer((128, 0, 0, 0, 0, 0, 0, 0), prefill=False)
+    assert (piece.path, piece.max_rows) == ("fixed_slot", 128)
+    assert piece.total_us == pytest.approx(
+        346.5 + (364.3 - 346.5) * 8 / 64
+    )  # at (128 + 128 / 8) / 2 = 72 rows
+    (piece,) = moe.layer((256, 128, 128, 128, 128, 128, 128, 0), prefill=False)
+    assert (piece.path, piece.max_rows) == ("compact", 256)
+    assert piece.total_us == pytest.approx((474.9 + 594.1) / 2)
 
 
 def test_a_step_above_every_capacity_is_cut() -> None:
@@ -77,6 +89,7 @@ def broken(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         (lambda table: table["paths"][1].update(capacity=256), "last rows of fixed_slot 256 must be"),
         (lambda table: table["paths"][1].update(proxy_rows=[3]), "proxy_rows of fixed_slot 128 must be"),
         (lambda table: table["deployment"].update(max_tokens_per_rank=100), "max_tokens_per_rank must be"),
+        (lambda table: table.update(max_weight=2), "max_weight must be from 0 to 1"),
         (lambda table: table.pop("paths"), "KeyError: 'paths'"),
     ],
 )

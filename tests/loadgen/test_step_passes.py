@@ -65,8 +65,9 @@ def test_a_simulated_step_takes_attention_and_all_its_passes() -> None:
     steps = SimulatedSteps(moe, clock, record, CONFIG, time_scale=1.0)
     _, decode = first_steps(CONFIG)
     done = asyncio.run(steps.execute(decode, 7, 0.030, RunPhase.PROFILE, 0.0))
-    three_rows_us, one_row_us = (179.4 + 219.1) / 2, 101.7
-    assert done.moe_s == pytest.approx((61 * three_rows_us + 2 * one_row_us) * 1e-6)
+    # Ranks 0 and 1 have 3 rows, the others none: looked up at (3 + 6 / 8) / 2 rows; drafts at less than one row.
+    target_us, draft_us = 101.7 + 0.875 * (179.4 - 101.7), 101.7
+    assert done.moe_s == pytest.approx((61 * target_us + 2 * draft_us) * 1e-6)
     assert done.end_s == pytest.approx(0.030 + done.moe_s)
     assert done.overhead_s == pytest.approx(0.0)
     assert record.num_calls == 61 + 2
@@ -82,6 +83,7 @@ class Overlapping:
         self.calls: list[tuple[int, int]] = []
         self.plans: dict[int, tuple[int, ...]] = {}
         self.in_flight = self.most = self.open = 0
+        self.calls_s = 0.0
 
     @asynccontextmanager
     async def step(
@@ -102,10 +104,12 @@ class _Step:
     async def layer(self, layer_idx: int, batches: Sequence[RankRows | None]) -> LayerOutcome:
         tier = self.tier
         tier.calls.append((self.micro_batch_idx, layer_idx))
+        began_s = RealClock().now()
         tier.in_flight += 1
         tier.most = max(tier.most, tier.in_flight)
         await asyncio.sleep(0.02)
         tier.in_flight -= 1
+        tier.calls_s += RealClock().now() - began_s
         if self.micro_batch_idx == tier.fail_micro_batch:
             raise PeerTimeoutError("rank 3 is missing")
         rows = tuple(0 if batch is None else batch[0].shape[0] for batch in batches)
@@ -140,9 +144,9 @@ def test_micro_batches_overlap_and_every_one_calls_its_layers_in_order() -> None
     for micro_batch_idx in range(2):
         assert [layer for idx, layer in overlapping.calls if idx == micro_batch_idx] == [0, 1, 2]
     assert record.num_calls == 6
-    # 6 calls of 20 ms in pairs, attention under them: what overlaps counts once, and nothing is lost.
-    assert 0.06 <= done.moe_s < 0.12
-    assert 0.0 <= done.overhead_s < 0.02
+    # 6 calls in pairs, attention under them: what overlaps counts once, and nothing is lost.
+    assert overlapping.calls_s / 2 <= done.moe_s < overlapping.calls_s * 0.9
+    assert done.overhead_s >= 0.0
     assert done.agree_s + done.moe_s + done.attention_s + done.overhead_s == pytest.approx(
         done.end_s - done.start_s
     )
