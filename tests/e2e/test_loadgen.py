@@ -174,3 +174,16 @@ async def test_a_service_that_refuses_fails_the_run(running_service: ServiceProc
     assert "requests failed" in report["run_aborted"]
     assert any(error.startswith("draining: ") for error in report["errors"])
     assert "draining" in generator.text
+
+
+def test_fixed_rows_with_drifting_routes(running_service: ServiceProcess, tmp_path: Path) -> None:
+    options = ("--scenario", "fixed", "--rows", "24", "--routing", "drift", "--duration", "3")
+    status, report = (generator := LoadGenerator(running_service, tmp_path, *options)).end()
+    assert status == 0, generator.text
+    assert report["service_steps_match"] is True
+    assert report["routing"] == "drift"
+    steady = report["profile"]["paths"]["small_m"]["num_steps"]
+    assert steady > 4 * report["layers"]
+    assert report["requests"]["failed"] == report["requests"]["completed"] == 0
+    rows = [row for row in report["request_accounting"]["profile"].items() if row[0] == "cancelled"]
+    assert rows == [("cancelled", 24 * report["service"]["num_ranks"])]
