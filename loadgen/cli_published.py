@@ -87,12 +87,14 @@ def replaced(path: Path, text: str) -> str:
 
 
 def slowest(made: Sequence[tuple[Simulation, Figures]]) -> str:
-    """What the most expensive run cost, as a sentence."""
-    simulation, report = max(made, key=lambda run: float(run[1]["cost"]["cpu_s"]))
+    """What the most expensive of the longest runs cost, as a sentence."""
+    longest = max(round(report["profile"]["duration_s"], -2) for _, report in made)
+    candidates = [run for run in made if round(run[1]["profile"]["duration_s"], -2) == longest]
+    simulation, report = max(candidates, key=lambda run: float(run[1]["cost"]["cpu_s"]))
     cost, profile = report["cost"], report["profile"]
     return (
-        f"The most expensive run (concurrency {simulation.scenario.concurrency}, {profile['duration_s']:,.0f} s of "
-        f"profile and {profile['steps']:,} steps, after its warm-up) took {cost['cpu_s']:.0f} s of one CPU and at most "
+        f"The most expensive of the longest runs (concurrency {simulation.scenario.concurrency}, "
+        f"{profile['duration_s']:,.0f} s of profile and {profile['steps']:,} steps, after its warm-up) took {cost['cpu_s']:.0f} s of one CPU and at most "
         f"{cost['peak_mb']:,.0f} MB."
     )
 
