@@ -94,8 +94,8 @@ def slowest(made: Sequence[tuple[Simulation, Figures]]) -> str:
     cost, profile = report["cost"], report["profile"]
     return (
         f"The most expensive of the longest runs (concurrency {simulation.scenario.concurrency}, "
-        f"{profile['duration_s']:,.0f} s of profile and {profile['steps']:,} steps, after its warm-up) took {cost['cpu_s']:.0f} s of one CPU and at most "
-        f"{cost['peak_mb']:,.0f} MB."
+        f"{profile['duration_s']:,.0f} s of profile and {profile['steps']:,} steps, after its warm-up) took "
+        f"{cost['cpu_s']:.0f} s of one CPU and at most {cost['peak_mb']:,.0f} MB."
     )
 
 
