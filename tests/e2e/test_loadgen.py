@@ -107,6 +107,7 @@ def test_a_run_reports_what_the_service_counted(running_service: ServiceProcess,
         assert report["paths"][path]["num_steps"] == paths[path] - paths_before[path]
     assert report["service_steps_match"] is True
     assert report["requests"]["completed"] > 10
+    assert 0 <= report["generator"]["overhead_share_of_answer_time"] < 0.10  # it never holds the service up
     assert report["requests"]["failed"] == 0
     for path in ("small_m", "large_m"):
         latency = report["paths"][path]["latency_ms"]
