@@ -21,11 +21,11 @@ class AttentionTime:
     """
 
     base_s: float = 20.63e-3
-    prefill_row_s: float = 54.5e-6
+    prefill_row_s: float = 60.0e-6
     prefill_row_context_s: float = 0.0
     decode_request_s: float = 32.6e-6
     decode_row_s: float = 217.8e-6
-    decode_context_s: float = 4.0e-10
+    decode_context_s: float = 4.6e-10
 
     @classmethod
     def nothing(cls) -> AttentionTime:
