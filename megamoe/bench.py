@@ -317,5 +317,6 @@ def bench_deployment(shape: MoeShape, *, max_tokens_per_rank: int = 512, backend
         fixed_slot_max=max_tokens_per_rank,
         small_m_capacities=(max_tokens_per_rank,),
         large_m_capacity=max_tokens_per_rank,
+        large_m_min_tokens=1,
     )
     return replace(deployment, small_m_enabled=True, large_m_enabled=True)
