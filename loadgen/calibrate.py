@@ -13,6 +13,7 @@ table's max_weight.
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -135,7 +136,7 @@ def fit_agentx(
 
 def run_in_processes(simulations: Sequence[Simulation], workers: int = 2) -> list[Figures]:
     """Reports of all runs, in order."""
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(report_of, simulations))
 
 

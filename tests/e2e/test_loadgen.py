@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -57,15 +58,16 @@ class LoadGenerator:
                 self.lines.append(line.rstrip())
                 self._queue.put(line)
 
-    def wait_for(self, start: str, timeout_s: float) -> None:
+    def wait_for(self, pattern: str, timeout_s: float) -> None:
+        """Until it prints a line that begins like this."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
-                if self._queue.get(timeout=0.2).startswith(start):
+                if re.match(pattern, self._queue.get(timeout=0.2)):
                     return
             except queue.Empty:
                 assert self.process.poll() is None, self.text
-        raise AssertionError(f"no line {start!r} within {timeout_s} s:\n{self.text}")
+        raise AssertionError(f"no line {pattern!r} within {timeout_s} s:\n{self.text}")
 
     @property
     def text(self) -> str:
@@ -148,7 +150,7 @@ def test_micro_batches_and_draft_passes_are_served_too(
 
 def test_ctrl_c_leaves_a_report_and_the_lease(running_service: ServiceProcess, tmp_path: Path) -> None:
     generator = LoadGenerator(running_service, tmp_path / "first", "--duration", "600")
-    generator.wait_for("profile", 90)
+    generator.wait_for(r"profile .*, (?![01] )\d+ in flight", 90)
     generator.process.send_signal(signal.SIGINT)
     status, report = generator.end(30)
     assert status == 130, generator.text

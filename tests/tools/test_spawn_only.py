@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FORKS = {"fork", "forkpty", "preexec_fn", "set_start_method", "ProcessPoolExecutor", "Pool"}
+FORKS = {"fork", "forkpty", "preexec_fn", "set_start_method", "Pool"}
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def forks(source: str) -> list[str]:
@@ -29,7 +34,11 @@ def forks(source: str) -> list[str]:
             name = node.name
         if name in FORKS:
             found.append(f"{getattr(node, 'lineno', 0)}: {name}")
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get_context":
+        if not isinstance(node, ast.Call):
+            continue
+        if called(node) == "ProcessPoolExecutor" and "mp_context" not in {k.arg for k in node.keywords}:
+            found.append(f"{node.lineno}: ProcessPoolExecutor without mp_context")
+        if called(node) == "get_context":
             methods = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             if methods != ["spawn"]:
                 found.append(f"{node.lineno}: get_context{tuple(methods)}")
@@ -55,6 +64,8 @@ def test_nothing_forks(package: str) -> None:
         "multiprocessing.Process(target=f)",
         "from multiprocessing import Pool",
         "concurrent.futures.ProcessPoolExecutor()",
+        "from concurrent.futures import ProcessPoolExecutor\nProcessPoolExecutor(2)",
+        "ProcessPoolExecutor(mp_context=multiprocessing.get_context('forkserver'))",
     ],
 )
 def test_the_check_objects(source: str) -> None:
@@ -62,6 +73,5 @@ def test_the_check_objects(source: str) -> None:
 
 
 def test_the_check_permits_what_is_safe() -> None:
-    assert (
-        forks("c = multiprocessing.get_context('spawn')\nc.Process(target=f)\nsubprocess.Popen(['a'])") == []
-    )
+    assert not forks("c = multiprocessing.get_context('spawn')\nc.Process(target=f)\nsubprocess.Popen(['a'])")
+    assert not forks("ProcessPoolExecutor(2, mp_context=multiprocessing.get_context('spawn'))")
