@@ -1,6 +1,7 @@
 """Python programs whose own pins must not meet ours, each in a virtual environment under `.tools/`.
 
-Owns: `.tools/<tool>`, stamped with the pins that it was made from (constraints/<tool>.txt: every package, exact).
+Owns: `.tools/<tool>`, stamped with its place and the pins that it was made from (constraints/<tool>.txt names every package
+exactly).
 Refuses: to go on without the tool (ToolError says what pip said); no caller may turn that into a skipped test.
 
     python tools/python_tools.py aiperf    install, print where the programs are
@@ -37,8 +38,10 @@ def provide(tool_name: str, tools: Path = TOOLS, constraints: Path = ROOT / "con
         raise ToolError(f"tool must be one of {', '.join(sorted(KNOWN))}, got {tool_name!r}")
     folder, pins = tools / tool_name, constraints / f"{tool_name}.txt"
     stamp = folder / ".stamp"
+    # Scripts of a virtual environment name its interpreter by its full path: one that was moved is made again.
+    wanted = f"{folder.resolve()}\n{pins.read_text()}"
     with lock(tools):
-        if not (stamp.exists() and stamp.read_text() == pins.read_text()):
+        if not (stamp.exists() and stamp.read_text() == wanted):
             if folder.exists():
                 shutil.rmtree(folder)
             venv.create(folder, with_pip=True, symlinks=True)
@@ -52,7 +55,7 @@ def provide(tool_name: str, tools: Path = TOOLS, constraints: Path = ROOT / "con
                 "--disable-pip-version-check",
             ]
             run([*pip, "--no-deps", "-r", str(pins)], timeout_s=INSTALL_TIMEOUT_S)
-            stamp.write_text(pins.read_text())
+            stamp.write_text(wanted)
     return {program: folder / "bin" / program for program in KNOWN[tool_name]}
 
 

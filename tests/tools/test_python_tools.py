@@ -36,6 +36,13 @@ def test_installs_the_pins_once_and_again_when_they_change(
     assert installed[0][-3:] == ["--no-deps", "-r", str(tmp_path / "x.txt")]
 
 
+def test_a_moved_environment_is_made_again(installed: list[list[str]], tmp_path: Path) -> None:
+    provide("x", tmp_path / "old", pins(tmp_path, "x==1\n"))
+    (tmp_path / "old").rename(tmp_path / "new")
+    provide("x", tmp_path / "new", tmp_path)
+    assert len(installed) == 2
+
+
 def test_an_installation_that_failed_is_not_taken(
     installed: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
