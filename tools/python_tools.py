@@ -1,7 +1,7 @@
 """Python programs whose own pins must not meet ours, each in a virtual environment under `.tools/`.
 
-Owns: `.tools/<tool>`, stamped with its place and the pins that it was made from (constraints/<tool>.txt names every package
-exactly).
+Owns: `.tools/<tool>`, stamped with its place and the pins that it was made from (constraints/<tool>.txt: every package,
+exact).
 Refuses: to go on without the tool (ToolError says what pip said); no caller may turn that into a skipped test.
 
     python tools/python_tools.py aiperf    install, print where the programs are
