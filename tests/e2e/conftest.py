@@ -1,7 +1,8 @@
 """One running service a launcher for all tests that do not break it: demo profile, real processes and sockets.
 
 Every test of this folder that takes `running_service`, `group` or `launcher` runs twice: with the launcher that
-`megamoe serve` uses by default, a real Ray cluster of its own, and with the one that needs no Ray.
+`megamoe serve` uses by default, a real Ray cluster of its own, and with the one that needs no Ray; except where a test
+says that who started the ranks is nothing it could see.
 """
 
 from __future__ import annotations

@@ -85,6 +85,10 @@ class LoadGenerator:
         return status, json.loads((self.out / "report.json").read_text())
 
 
+# Who started the ranks is nothing that a load generator could see: once is enough for most of these.
+one_launcher = pytest.mark.parametrize("launcher", ["local"], indirect=True, scope="session")
+
+
 def counted(addresses: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """(layer calls of the group, sub-steps by path) on rank 0's page."""
     samples = scrape(addresses[:1])
@@ -132,6 +136,7 @@ def test_a_run_reports_what_the_service_counted(running_service: ServiceProcess,
     assert "count the same steps: yes" in generator.text
 
 
+@one_launcher
 def test_micro_batches_and_draft_passes_are_served_too(
     running_service: ServiceProcess, tmp_path: Path
 ) -> None:
@@ -148,6 +153,7 @@ def test_micro_batches_and_draft_passes_are_served_too(
     assert passes > 1.0  # a second micro-batch is another call a layer, and every draft is one
 
 
+@one_launcher
 def test_ctrl_c_leaves_a_report_and_the_lease(running_service: ServiceProcess, tmp_path: Path) -> None:
     generator = LoadGenerator(running_service, tmp_path / "first", "--duration", "600")
     generator.wait_for(r"profile .*, (?![01] )\d+ in flight", 90)
@@ -179,6 +185,7 @@ async def test_a_service_that_refuses_fails_the_run(running_service: ServiceProc
     assert "draining" in generator.text
 
 
+@one_launcher
 def test_fixed_rows_with_drifting_routes(running_service: ServiceProcess, tmp_path: Path) -> None:
     options = ("--scenario", "fixed", "--rows", "24", "--routing", "drift", "--duration", "3")
     status, report = (generator := LoadGenerator(running_service, tmp_path, *options)).end()

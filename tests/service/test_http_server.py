@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(http_server, "SILENCE_S", 0.5)
+    monkeypatch.setattr(http_server, "SILENCE_S", 1.0)
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
     server = HttpServer("127.0.0.1", 0, Handler, "test").start()
     yield server.server_port
@@ -49,6 +49,14 @@ def threads() -> int:
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
+def at_most(num_threads: int) -> bool:
+    """Whether soon no more threads than this serve clients: a connection ends a moment before its thread does."""
+    deadline = time.monotonic() + 3
+    while threads() > num_threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threads() <= num_threads
+
+
 def test_silent_and_slow_clients_are_thrown_out(port: int) -> None:
     clients = [socket.create_connection(("127.0.0.1", port), timeout=3) for _ in range(4)]
     for client in clients[2:]:
@@ -57,7 +65,7 @@ def test_silent_and_slow_clients_are_thrown_out(port: int) -> None:
     for client in clients:
         assert client.recv(1000) == b""
         client.close()
-    assert threads() == 0
+    assert at_most(0)
 
 
 def test_of_more_clients_than_connections_the_oldest_go_and_a_new_one_is_always_served(
@@ -69,8 +77,8 @@ def test_of_more_clients_than_connections_the_oldest_go_and_a_new_one_is_always_
     for client in clients[:20]:
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1000) == b""
-    assert time.monotonic() - start < 0.4, "long before they have been silent for too long"
-    assert threads() <= 8
+    assert time.monotonic() - start < 0.9, "long before they have been silent for too long"
+    assert at_most(8)
     for client in clients:
         client.close()
 
