@@ -1,12 +1,12 @@
-"""Fits the parameters of `loadgen.recipe.Recipe` to the published statistics of the AgentX corpus.
+"""Fits the parameters of `loadgen.corpus.recipe.Recipe` to the published statistics of the AgentX corpus.
 
 `python tools/fit_recipe.py fit` starts from the recipe as it stands, turns each parameter until its own target fits
 over the training seeds, and prints the parameters to put into the recipe. `python tools/fit_recipe.py check` prints how
 the recipe does over ten seeds that the fit has not seen, and fails when a median or a single seed is off by more than
 it may be.
 
-The targets are the corpus table (`loadgen.corpus.TARGETS`) and what a profiled hour sees (HOUR), for which the closed
-loop runs for an hour of 128 lanes against a service of constant speed.
+The targets are the corpus table (`TARGETS`) and what a profiled hour sees (HOUR), for which the closed loop runs for an
+hour of 128 lanes against a service of constant speed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.corpus import TARGETS, Corpus, Target
-from loadgen.lanes import Lane, Lanes
-from loadgen.prefix_cache import PrefixCache
-from loadgen.recipe import LogPieces, Recipe
-from loadgen.scenario import ScenarioConfig
-from loadgen.session import Turn
-from loadgen.synth import SyntheticTraces
-from loadgen.trace import TraceSource
+from loadgen.corpus.recipe import LogPieces, Recipe
+from loadgen.corpus.statistics import TARGETS, Corpus, Target
+from loadgen.corpus.synth import SyntheticTraces
+from loadgen.replay.lanes import Lane, Lanes
+from loadgen.replay.session import Turn
+from loadgen.scenario.scenario import ScenarioConfig
+from loadgen.tier.prefix_cache import PrefixCache
+from loadgen.trace.trace import TraceSource
 
 TRAINING_SEEDS = (1, 2, 3, 4)
 CHECK_SEEDS = tuple(range(9001, 9011))

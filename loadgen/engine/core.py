@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from loadgen.attention_tier import AttentionTier, TierConfig
-from loadgen.attention_time import AttentionTime
 from loadgen.clock import RealClock
-from loadgen.moe_tier import MoeTier
-from loadgen.records import RequestRecord, RunPhase, RunRecord, Status
-from loadgen.step_runner import ServiceGoneError, StepRunner, fit_tier, row_source
-from loadgen.tier_step import TierRequest
-from loadgen.trace import BLOCK_SIZE, HashIds
+from loadgen.moe.tier import MoeTier
+from loadgen.steps.records import RequestRecord, RunPhase, RunRecord, Status
+from loadgen.steps.runner import ServiceGoneError, StepRunner, fit_tier, row_source
+from loadgen.tier.attention_tier import AttentionTier, TierConfig
+from loadgen.tier.attention_time import AttentionTime
+from loadgen.tier.step import TierRequest
+from loadgen.trace.trace import BLOCK_SIZE, HashIds
 from megamoe.errors import MegaMoeError, UnavailableError
 
 CACHE = "engine"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loadgen.trace import BLOCK_SIZE, HashIds
+from loadgen.trace.trace import BLOCK_SIZE, HashIds
 
 FILLER = "every expert answers in turn and the step goes on; "
 END_TOKEN = "<|end|>"

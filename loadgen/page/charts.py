@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
-from loadgen.page.run import Run
 from loadgen.page.svg import INK, MUTED, PATH_COLORS, SERIES, chart, legend_above
+from loadgen.report.run import Run
 
 NUM_BINS = 120
 """Bins along the time of a run: more would be finer than a screen."""

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from loadgen.page import charts
-from loadgen.page.run import Run
+from loadgen.report.run import Run
 
 MAX_CHARTED_RUNS = 16
 """Runs with charts of their own: more would make a page of over 2 MB, which mails and wikis do not take."""

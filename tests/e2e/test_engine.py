@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import ROOT, ServiceProcess
-from tests.loadgen.test_report_schema import REPORT
+from tests.loadgen.report.test_report_schema import REPORT
 from tools.python_tools import provide
 
 NUM_REQUESTS = 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loadgen.trace import BLOCK_SIZE, SubagentEntry, Trace, TraceRequest
+from loadgen.trace.trace import BLOCK_SIZE, SubagentEntry, Trace, TraceRequest
 
 
 def request(t: float, blocks: int | list[int], out: int = 10, api_time: float | None = 1.0) -> TraceRequest:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from loadgen.clock import VirtualClock
-from loadgen.moe_tier import LayerOutcome, SubStepSeen, TierInfo
-from loadgen.rows import RankRows
+from loadgen.moe.rows import RankRows
+from loadgen.moe.tier import LayerOutcome, SubStepSeen, TierInfo
 from megamoe import MoeShape, preset
 from megamoe.errors import MegaMoeError
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.clock import VirtualClock
-from loadgen.profiles import PROFILES
-from loadgen.replay import Replay
-from loadgen.report import build_report, write_report
-from loadgen.synth import SyntheticTraces
+from loadgen.corpus.synth import SyntheticTraces
+from loadgen.replay.replay import Replay
+from loadgen.report.report import build_report, write_report
+from loadgen.scenario.profiles import PROFILES
 from tests.loadgen.fake_tier import FakeTier
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.corpus import TARGETS
-from loadgen.recipe import Recipe
+from loadgen.corpus.recipe import Recipe
+from loadgen.corpus.statistics import TARGETS
 from tools import fit_recipe
 from tools.fit_recipe import DIALS, HOUR, TRAINING_SEEDS, changed, check, fit, get, moved
 

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
-from loadgen.attention_tier import TierConfig
 from loadgen.engine.core import Engine
 from loadgen.engine.http import ChatServer
-from loadgen.speculation import Speculation
+from loadgen.tier.attention_tier import TierConfig
+from loadgen.tier.speculation import Speculation
 from megamoe.errors import MegaMoeError
 from tests.loadgen.fake_tier import FakeStep, FakeTier
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from loadgen.engine.tokens import filler, num_tokens
-from loadgen.records import Status
+from loadgen.steps.records import Status
 from megamoe.errors import MegaMoeError, PeerTimeoutError
 from tests.loadgen.engine.conftest import MODEL, Served, serving
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.engine.tokens import END_TOKEN, FILLER, block_ids, filler, num_tokens, write_tokenizer
-from loadgen.trace import BLOCK_SIZE
+from loadgen.trace.trace import BLOCK_SIZE
 
 
 def test_tokens_are_bytes_of_utf8() -> None:

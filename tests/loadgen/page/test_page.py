@@ -11,10 +11,10 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from typer.testing import CliRunner
 
-import loadgen.cli as cli
+import loadgen.cli.main as cli
 import loadgen.page.page as page_module
 from loadgen.page.page import MAX_CHARTED_RUNS, write_page
-from loadgen.page.run import read_run
+from loadgen.report.run import read_run
 from tests.loadgen.reports import write_run
 from tools.debian_tools import provide
 

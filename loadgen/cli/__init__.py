@@ -1,0 +1,5 @@
+"""The command `loadgen`; `app` is its door."""
+
+from loadgen.cli.main import app
+
+__all__ = ["app"]

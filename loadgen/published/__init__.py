@@ -1,0 +1,1 @@
+"""Runs of public sources, simulated and held against what they published."""

@@ -1,0 +1,1 @@
+"""The closed loop: live session trees, and what they send when."""

@@ -1,0 +1,1 @@
+"""One step through the expert layers, and the records of a run."""

@@ -1,0 +1,1 @@
+"""The simulated attention tier: schedulers, router, prefix caches, speculation, attention time."""

@@ -1,0 +1,1 @@
+"""Recorded sessions: values, files, the format."""

@@ -1,0 +1,239 @@
+"""Trace files: one session a line, JSON, in the format in which AgentX sessions are recorded.
+
+Files are larger than memory: one session is held at a time, and of prompts that extend each other only the longest,
+with the others as views of it. That is also what makes them fast to read and write: a prompt repeats nearly all of
+the one before, and only what is new is parsed. `trace_schema` holds the fields.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from loadgen.trace.schema import AS_RECORDED, trace_from_record, trace_to_record
+from loadgen.trace.trace import HashIds, Trace
+from megamoe.errors import InvalidArgumentError, must_be
+
+MAX_OPEN_CHAINS = 16
+"""Prompts that a next one may extend: the main agent's and those of sub-agents recorded between two of its turns."""
+
+# A quote inside a JSON string is escaped, so the name in quotes before a colon and a list is always a field.
+_HASH_IDS = re.compile(rb'(?<!\\)"hash_ids"\s*:(?:\s*\[([^\[\]{}"]*)\])?')
+_PLACE = re.compile(r'"hash_ids":(\d+)')
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """Prompts that extend each other: the text of the longest, its parsed pieces, and (place, length) of each."""
+
+    text: bytes
+    pieces: list[HashIds]
+    length: int
+    members: list[tuple[int, int]] = field(default_factory=list)
+
+    def extended_by(self, text: bytes) -> bool:
+        size = len(self.text)
+        return (
+            size > 0 and text.startswith(self.text) and (len(text) == size or text[size : size + 1] in b", ")
+        )
+
+    def extend(self, place: int, text: bytes) -> None:
+        rest = text[len(self.text) :].lstrip(b", \t")
+        if rest:
+            self.pieces.append(_integers(rest))
+            self.length += len(self.pieces[-1])
+        self.text = text
+        self.members.append((place, self.length))
+
+
+def _integers(text: bytes) -> HashIds:
+    """Raises ValueError for anything but whole numbers of 64 bits with commas between them."""
+    values = np.asarray(json.loads(b"[" + text + b"]"))
+    if len(values) and values.dtype.kind not in "iu":
+        raise ValueError(f"{values.dtype} values")
+    return values.astype(np.int64, casting="safe" if values.dtype.kind == "i" else "same_kind")
+
+
+def _without_hash_lists(line: bytes) -> tuple[bytes, list[HashIds]]:
+    """The line with each list of hash_ids replaced by its place among the lists, and the lists."""
+    chains: list[_Chain] = []
+    closed: list[_Chain] = []
+    count = 0
+
+    def place_of(match: re.Match[bytes]) -> bytes:
+        nonlocal count
+        if match[1] is None:
+            return b'"hash_ids":null,"%s":' % AS_RECORDED.encode()  # no list: refused with what is there
+        text, place = match[1].strip(), count
+        count += 1
+        for idx in range(len(chains) - 1, -1, -1):
+            if chains[idx].extended_by(text):
+                chains.append(chains.pop(idx))
+                break
+        else:
+            chains.append(_Chain(b"", [], 0))
+            if len(chains) > MAX_OPEN_CHAINS:
+                closed.append(chains.pop(0))
+        chains[-1].extend(place, text)
+        return b'"hash_ids":%d' % place
+
+    skeleton = _HASH_IDS.sub(place_of, line)
+    hash_lists: list[HashIds] = [np.empty(0, np.int64)] * count
+    for chain in (*closed, *chains):
+        longest = np.concatenate([np.empty(0, np.int64), *chain.pieces])
+        for place, length in chain.members:
+            hash_lists[place] = longest[:length]
+    return skeleton, hash_lists
+
+
+def parse_trace(line: bytes, where: str) -> Trace:
+    """The session on one line. Raises InvalidArgumentError naming `where` and the field."""
+    try:
+        skeleton, hash_lists = _without_hash_lists(line)
+    except (ValueError, OverflowError) as error:
+        raise InvalidArgumentError(must_be(f"{where}: hash_ids", "lists of whole numbers", error)) from None
+    try:
+        record = json.loads(skeleton)
+    except json.JSONDecodeError as error:
+        raise InvalidArgumentError(f"{where}: line must be a JSON object, got {error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"{where}: line must be UTF-8, got {error}") from None
+    return trace_from_record(record, hash_lists, where)
+
+
+def read_traces(path: Path) -> Iterator[Trace]:
+    """The sessions of a JSON Lines file, or of a folder of .json files in order of their names, one at a time.
+
+    Raises InvalidArgumentError naming file, line and field, also for an id that comes twice.
+    """
+    seen: dict[str, str] = {}
+    for where, trace in _located(path):
+        if trace.id in seen:
+            raise InvalidArgumentError(
+                must_be(f"{where}: id", f"unique, it is that of {seen[trace.id]}", repr(trace.id))
+            )
+        seen[trace.id] = where
+        yield trace
+
+
+def _located(path: Path) -> Iterator[tuple[str, Trace]]:
+    if path.is_dir():
+        for file in sorted(path.glob("*.json")):
+            yield file.name, parse_trace(file.read_bytes(), file.name)
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path.name}:{number}"
+                yield where, parse_trace(line, where)
+
+
+class FileTraces:
+    """The sessions of a trace file or folder as a corpus, each read again when asked for.
+
+    The whole of it is read once and validated before anything is played. Raises InvalidArgumentError as `read_traces`
+    does, or when there is no session, and OSError when it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._parts: list[tuple[Path, int, int, str]] = []
+        if path.is_dir():
+            self._parts = [(file, 0, file.stat().st_size, file.name) for file in sorted(path.glob("*.json"))]
+        else:
+            with path.open("rb") as lines:
+                offset = 0
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        self._parts.append((path, offset, len(line), f"{path.name}:{number}"))
+                    offset += len(line)
+        self.num_requests = sum(len(trace.requests) for trace in read_traces(path))
+        if not self._parts:
+            raise InvalidArgumentError(must_be(f"sessions in {path}", "at least 1", 0))
+
+    @property
+    def description(self) -> str:
+        return f"{self._path.name} ({len(self)} sessions)"
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, trace_idx: int) -> Trace:
+        if not 0 <= trace_idx < len(self):
+            raise IndexError(must_be("trace_idx", f"from 0 to {len(self) - 1}", trace_idx))
+        path, offset, size, where = self._parts[trace_idx]
+        with path.open("rb") as file:
+            file.seek(offset)
+            return parse_trace(file.read(size), where)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_traces(path: Path, traces: Iterable[Trace]) -> int:
+    """Write sessions as JSON Lines; returns how many."""
+    count = 0
+    with path.open("wb") as out:
+        for trace in traces:
+            _write(out, trace)
+            out.write(b"\n")
+            count += 1
+    return count
+
+
+def write_trace_folder(folder: Path, traces: Iterable[Trace]) -> int:
+    """Write one .json file a session, as the public harness reads recorded traces; returns how many."""
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    for trace in traces:
+        with (folder / f"{trace.id}.json").open("wb") as out:
+            _write(out, trace)
+        count += 1
+    return count
+
+
+def _write(out: BinaryIO, trace: Trace) -> None:
+    record, hash_lists = trace_to_record(trace)
+    skeleton = json.dumps(record, separators=(",", ":"))
+    texts = _Texts(hash_lists)
+    written = 0
+    # Only fields of requests match: in a string the quotes would be escaped.
+    for match in _PLACE.finditer(skeleton):
+        out.write(skeleton[written : match.start()].encode() + b'"hash_ids":[')
+        out.write(texts.of(int(match[1])))
+        out.write(b"]")
+        written = match.end()
+    out.write(skeleton[written:].encode())
+
+
+class _Texts:
+    """Texts of hash lists, asked for in order; a list that extends an earlier one repeats its text."""
+
+    def __init__(self, hash_lists: Sequence[HashIds]) -> None:
+        self._lists = hash_lists
+        self._open: list[tuple[HashIds, bytes]] = []
+
+    def of(self, place: int) -> bytes:
+        ids = self._lists[place]
+        text = b""
+        for idx in range(len(self._open) - 1, -1, -1):
+            known, known_text = self._open[idx]
+            if 0 < len(known) <= len(ids) and np.array_equal(ids[: len(known)], known):
+                text = known_text
+                ids = ids[len(known) :]
+                del self._open[idx]
+                break
+        rest = ",".join(map(str, ids.tolist())).encode()
+        text = text + b"," + rest if text and rest else text or rest
+        self._open.append((self._lists[place], text))
+        del self._open[:-MAX_OPEN_CHAINS]
+        return text
