@@ -22,6 +22,11 @@ _HIDDEN = (
     *(f"hidden_{what}_{axis}" for what in ("block_count", "group_size", "remainder") for axis in "xyz"),
     "hidden_grid_dims",
 )
+_USER_SGPRS = (4, 2, 2, 2, 2, 2, 1)
+"""Scalar registers that each of the first bits of a descriptor's properties asks for."""
+_OTHER_PROPERTIES = 0xF780
+"""Wave32, and bits that are reserved."""
+_MAX_USER_SGPRS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,24 @@ class Descriptor:
         """Initial MODE bits 0-9: rounding, denormals, dx10_clamp, ieee."""
         mode = self.rsrc1 >> 12 & 0xFF
         return mode | (self.rsrc1 >> 21 & 1) << 8 | (self.rsrc1 >> 23 & 1) << 9
+
+    def check_user_sgprs(self, name: str) -> None:
+        """Raise CodeObjectError when a wave cannot start as the descriptor of `name` says."""
+        if self.properties & _OTHER_PROPERTIES or self.rsrc2 >> 10 & 1:
+            raise CodeObjectError(
+                f"properties of {name} must be those of wave64 without workgroup info, got {self.properties:#x}"
+            )
+        length, offset = self.preload_sgprs
+        asked = length + sum(n for bit, n in enumerate(_USER_SGPRS) if self.properties >> bit & 1)
+        if not asked <= self.num_user_sgprs <= _MAX_USER_SGPRS:
+            raise CodeObjectError(
+                f"user registers of {name} must be from {asked} to {_MAX_USER_SGPRS}, got {self.num_user_sgprs}"
+            )
+        if 4 * (offset + length) > self.kernarg_bytes:
+            raise CodeObjectError(
+                f"preloaded arguments of {name} must end at or before byte {self.kernarg_bytes}, got "
+                f"{4 * (offset + length)}"
+            )
 
     @property
     def preload_sgprs(self) -> tuple[int, int]:
@@ -220,6 +243,7 @@ class CodeObject:
                 raise CodeObjectError(f"kernel {name} must have the symbol {needed}, got none")
         where = symbols[str(meta[".symbol"])].address
         descriptor = Descriptor.parse(self.elf.bytes_at(where, 64))
+        descriptor.check_user_sgprs(name)
         code = symbols[name]
         if where + descriptor.entry_offset != code.address:
             raise CodeObjectError(
@@ -255,14 +279,16 @@ def _args(name: str, meta: Mapping[str, object]) -> tuple[KernelArg, ...]:
         raise CodeObjectError(f"arguments of {name} must be a list with a segment size, got {entries!r}")
     out: list[KernelArg] = []
     for index, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise CodeObjectError(f"argument {index} of {name} must be a map, got {entry!r}")
         offset, length, kind = entry.get(".offset"), entry.get(".size"), entry.get(".value_kind")
         if not isinstance(offset, int) or not isinstance(length, int) or not isinstance(kind, str):
             raise CodeObjectError(
                 f"argument {index} of {name} must have offset, size and value kind, got {entry!r}"
             )
-        if offset + length > size:
+        if offset < 0 or length < 1 or offset + length > size:
             raise CodeObjectError(
-                f"argument {index} of {name} must end at or before byte {size}, got {offset + length}"
+                f"argument {index} of {name} must lie in {size} bytes, got {length} at {offset}"
             )
         out.append(KernelArg(str(entry.get(".name", f"arg{index}")), offset, length, kind))
     return tuple(out)

@@ -36,7 +36,10 @@ def _text(table: bytes, offset: int) -> str:
     end = table.find(b"\0", offset)
     if end < 0:
         raise CodeObjectError(f"string at {offset} must end inside its table of {len(table)} bytes, got none")
-    return table[offset:end].decode()
+    try:
+        return table[offset:end].decode()
+    except UnicodeDecodeError as error:
+        raise CodeObjectError(f"string at {offset} must be UTF-8, got {table[offset:end]!r}") from error
 
 
 class ElfFile:

@@ -71,8 +71,10 @@ def _form(cursor: _Cursor, form: int, strings: bytes) -> int | str:
 
 def _names(cursor: _Cursor, strings: bytes) -> list[tuple[str, int]]:
     formats = [(cursor.uleb(), cursor.uleb()) for _ in range(cursor.fixed("B"))]
-    out = []
-    for _ in range(cursor.uleb()):
+    out, count = [], cursor.uleb()
+    if count > len(cursor.data):
+        raise ValueError(f"{count} names")
+    for _ in range(count):
         entry = {kind: _form(cursor, form, strings) for kind, form in formats}
         directory = entry.get(_DIRECTORY, 0)
         out.append((str(entry.get(_PATH, "")), directory if isinstance(directory, int) else 0))
@@ -155,7 +157,7 @@ class LineTable:
             cursor = _Cursor(sections.get(".debug_line", b""))
             while cursor.at < len(cursor.data):
                 rows += _unit(cursor, sections.get(".debug_line_str", b""))
-        except (ValueError, IndexError, struct.error):
+        except (ValueError, IndexError, ZeroDivisionError, struct.error):
             rows = []
         self.rows = sorted(rows, key=lambda row: row[0])
         self._addresses = [row[0] for row in self.rows]

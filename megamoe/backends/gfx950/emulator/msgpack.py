@@ -23,9 +23,12 @@ _SIZED = {0xC4: (1, "bin"), 0xC5: (2, "bin"), 0xC6: (4, "bin"), 0xD9: (1, "str")
           0xDC: (2, "array"), 0xDD: (4, "array"), 0xDE: (2, "map"), 0xDF: (4, "map")}  # fmt: skip
 
 
+_MAX_DEPTH = 32
+
+
 class _Reader:
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+        self.data, self.at, self.depth = data, 0, 0
 
     def take(self, count: int) -> bytes:
         if self.at + count > len(self.data):
@@ -58,8 +61,20 @@ class _Reader:
         raise CodeObjectError(f"metadata tag must be plain msgpack, got {tag:#x} at byte {self.at - 1}")
 
     def sized(self, kind: str, count: int) -> Value:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise CodeObjectError(f"metadata must nest at most {_MAX_DEPTH} deep, got more at byte {self.at}")
+        out = self.parts(kind, count)
+        self.depth -= 1
+        return out
+
+    def parts(self, kind: str, count: int) -> Value:
         if kind == "str":
-            return self.take(count).decode()
+            raw = self.take(count)
+            try:
+                return raw.decode()
+            except UnicodeDecodeError as error:
+                raise CodeObjectError(f"metadata text must be UTF-8, got {raw[:40]!r}") from error
         if kind == "bin":
             return self.take(count)
         if kind == "array":

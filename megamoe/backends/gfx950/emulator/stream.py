@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from megamoe.backends.gfx950.emulator.code_object import Kernel
@@ -14,6 +15,7 @@ from megamoe.backends.gfx950.emulator.report import Traffic, read_traffic
 if TYPE_CHECKING:
     from megamoe.backends.gfx950.emulator.device import Device, DeviceGroup
 
+_MAX_ITEMS, _MAX_GROUPS, _MAX_AXIS_ITEMS = 1024, 1 << 31, 1 << 32
 MAX_DEPS = 32  # the core's room for predecessors of one launch
 Value = int | float | bytes
 
@@ -118,9 +120,13 @@ class Stream:
         """
         full_grid, full_block = three("grid", grid), three("block", block)
         items = full_block[0] * full_block[1] * full_block[2]
-        if items > kernel.max_block_size:
+        most = min(kernel.max_block_size, _MAX_ITEMS)
+        if items > most:
+            raise EmulatorError(f"block of {kernel.name} must have at most {most} items, got {items}")
+        axis = max(groups * size for groups, size in zip(full_grid, full_block))
+        if prod(full_grid) >= _MAX_GROUPS or axis >= _MAX_AXIS_ITEMS:
             raise EmulatorError(
-                f"block of {kernel.name} must have at most {kernel.max_block_size} items, got {items}"
+                f"grid of {kernel.name} must have below 2^31 workgroups and 2^32 items an axis, got {full_grid}"
             )
         check_fits(kernel, items, kernel.lds_bytes + lds_bytes, self.device.group.config.lds_per_cu)
         one = Recorded(kernel, full_grid, full_block, kernel.pack(args, full_grid, full_block), lds_bytes)

@@ -27,8 +27,16 @@ void buffer_addresses(Wave *w, const Inst *i, int bytes, Lanes *x, u32 *offset, 
   x->exec &= ~x->dropped;
   x->partial &= x->exec;
 }
-static int checked(Wave *w, const Inst *i, Lanes *x, int bytes, int write) {
-  if (w->state == ST_FAULT || (x->partial && !check_lanes(w, i, x->addr, x->partial, 4, write)) || !check_lanes(w, i, x->addr, x->exec & ~x->partial, bytes, write)) return 0;
+/* Of a lane that is cut, the dwords that the limit leaves it must be there. */
+static int checked(Wave *w, const Inst *i, Lanes *x, const u32 *offset, u64 limit, int bytes, int write) {
+  if (w->state == ST_FAULT) return 0;
+  for (int k = 0; x->partial && 4 * k < bytes; k++) {
+    u64 at[LANES], in = 0;
+    int l;
+    FOR_ACTIVE(l, x->partial) { at[l] = x->addr[l] + 4 * (u64)k; in |= (u64)((u64)offset[l] + 4 * (u64)k + 4 <= limit) << l; }
+    if (!check_lanes(w, i, at, in, 4, write)) return 0;
+  }
+  if (!check_lanes(w, i, x->addr, x->exec & ~x->partial, bytes, write)) return 0;
   if (x->partial) w->span = 0;
   return 1;
 }
@@ -38,7 +46,7 @@ static void load(Wave *w, const Inst *i, int bytes, int ext) {
   u64 limit, all = exec_of(w);
   int words = bytes > 4 ? bytes / 4 : 1, piece = bytes < 4 ? bytes : 4, l;
   buffer_addresses(w, i, bytes, &x, offset, &limit);
-  if (!checked(w, i, &x, bytes, 0)) return;
+  if (!checked(w, i, &x, offset, limit, bytes, 0)) return;
   const u32 *old = i->lds ? 0 : w->v[i->dst.idx];
   FOR_ACTIVE(l, all)
     for (int k = 0; k < words; k++) {
@@ -69,7 +77,7 @@ static void store(Wave *w, const Inst *i, int bytes, int high) {
   u64 limit;
   int words = bytes > 4 ? bytes / 4 : 1, piece = bytes < 4 ? bytes : 4, l;
   buffer_addresses(w, i, bytes, &x, offset, &limit);
-  if (!checked(w, i, &x, bytes, 1)) return;
+  if (!checked(w, i, &x, offset, limit, bytes, 1)) return;
   if (w->chk && x.exec & ~x.partial) check_global(w, i, x.addr, x.exec & ~x.partial, bytes, 1, 0, i->scope);
   FOR_ACTIVE(l, x.exec)
     for (int k = 0; k < words; k++) {
@@ -141,7 +149,7 @@ static void format_load(Wave *w, const Inst *i, int want, int d16, int typed) {
   buffer_addresses(w, i, bytes, &x, offset, &limit);
   x.exec &= ~x.partial;
   x.partial = 0;
-  if (!checked(w, i, &x, bytes, 0)) return;
+  if (!checked(w, i, &x, offset, limit, bytes, 0)) return;
   FOR_ACTIVE(l, all) {
     u32 one = f.number == N_UINT || f.number == N_SINT ? 1 : as_u(1.0f), part[8] = {0, one, 0, 0, 0, 0, 0, one}; /* absent components are 0 0 0 1 */
     for (int k = 0; k < f.count && x.exec >> l & 1; k++) part[4 + k] = from_memory(raw(x.addr[l] + (u64)(each * k), each), &f);
@@ -166,7 +174,7 @@ static void format_store(Wave *w, const Inst *i, int given, int d16, int typed) 
   buffer_addresses(w, i, bytes, &x, offset, &limit);
   x.exec &= ~x.partial;
   x.partial = 0;
-  if (!checked(w, i, &x, bytes, 1)) return;
+  if (!checked(w, i, &x, offset, limit, bytes, 1)) return;
   if (w->chk && x.exec) check_global(w, i, x.addr, x.exec, bytes, 1, 0, i->scope);
   FOR_ACTIVE(l, x.exec)
     for (int k = 0; k < f.count; k++) { /* memory component k comes from the register component that selects it */

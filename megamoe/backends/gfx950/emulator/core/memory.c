@@ -34,6 +34,7 @@ Alloc *find_alloc(Machine *m, u64 address) {
 }
 static inline u32 inst_index(const Wave *w) { return (u32)w->pc - 1; }
 static Alloc *cached_alloc(Wave *w, u64 address, u64 end) {
+  if (end < address) return 0; /* a lane at the end of the address space: its end came round */
   Machine *m = w->machine;
   u32 *slot = &w->launch->alloc_cache[inst_index(w)];
   if (*slot < m->num_allocs) {
