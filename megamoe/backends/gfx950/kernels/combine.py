@@ -48,6 +48,54 @@ def read_row(row, column, is_fp8, weight, HIDDEN):
     return values
 
 
+def owners_with(lds, bit, NUM_RANKS):
+    """Mask of the ranks whose flags, as the last wait left them, have a bit."""
+    mask = fx.Int32(0)
+    for owner in range_constexpr(NUM_RANKS):
+        info = uniform(fx.generic_load(lds.infos.ptr + owner))
+        mask = mask | flags.has_bit(info, bit).select(fx.Int32(1 << owner), fx.Int32(0))
+    return mask
+
+
+def record_end(control, fp8, refused):
+    """Say in the control block that all owners came, which sent FP8 rows and which refused. One thread."""
+    status = pointer(control, fx.Int64, 8)
+    fx.generic_store(status + int(Word.FP8), long(fp8))
+    fx.generic_store(status + int(Word.REFUSED), long(refused))
+    fx.generic_store(status + int(Word.DONE_EPOCH), control_word(control, Word.EPOCH) | (POSTED << 32))
+
+
+@flyc.jit
+def sum_tokens(
+    control, heap, meta, fp8, num_groups, NUM_WAVES, HIDDEN, META_WORDS, TOPK, NUM_EXPERTS
+):  # fmt: skip
+    """This workgroup's tokens. fp8: mask of the owners whose rows are FP8; NUM_WAVES: of a workgroup."""
+    lane = fx.thread_idx.x % WAVE
+    wave = uniform(fx.block_idx.x * NUM_WAVES + fx.thread_idx.x // WAVE)
+    num_parts = (HIDDEN + ELEMENTS - 1) // ELEMENTS
+    rows = heap + control_word(control, Word.COMBINE_OFFSET)
+    out = control_word(control, Word.OUT_PTR)
+    for unit in range(wave, control_int(control, Word.NUM_ROWS) * num_parts, num_groups * NUM_WAVES):
+        unit = fx.Int32(unit)
+        token = unit // num_parts
+        column = unit % num_parts * ELEMENTS + lane * 8
+        if column < HIDDEN:
+            total = [fx.Float32(0.0) for _ in range(8)]
+            for k in range_constexpr(TOPK):
+                beside = words(meta) + (token * META_WORDS + 1 + k)
+                expert = uniform(fx.generic_load(beside))
+                if expert >= 0:
+                    weight = as_float(fx.generic_load(beside + TOPK))
+                    row = rows + long(token * TOPK + k) * (2 * HIDDEN)
+                    is_fp8 = ((fp8 >> (expert // NUM_EXPERTS)) & 1) == 1
+                    values = read_row(row, column, is_fp8, weight, HIDDEN)
+                    total = [total[i] + values[i] for i in range_constexpr(8)]
+            packed = [pack_bf16(total[2 * i], total[2 * i + 1]) for i in range_constexpr(4)]
+            fx.generic_store(
+                wide(out + (long(token) * HIDDEN + long(column)) * 2), Vec.from_elements(packed, fx.Int32)
+            )
+
+
 @flyc.kernel(known_block_size=[THREADS, 1, 1])
 def combine_kernel(
     control: fx.Int64,
@@ -62,47 +110,15 @@ def combine_kernel(
     NUM_EXPERTS: fx.Constexpr[int],
     NUM_RANKS: fx.Constexpr[int],
 ):
-    lane = fx.thread_idx.x % WAVE
-    wave = uniform(fx.block_idx.x * NUM_WAVES + fx.thread_idx.x // WAVE)
     lds = fx.SharedAllocator().allocate(flags.FlagLds).peek()
-    num_parts = (HIDDEN + ELEMENTS - 1) // ELEMENTS
     came = flags.wait(
         lds, control, bases, heap, rank, FlagKind.RETURN, fx.Int32((1 << NUM_RANKS) - 1), NUM_RANKS
     )
     if came == 1:
-        fp8, refused = fx.Int32(0), fx.Int32(0)
-        for owner in range_constexpr(NUM_RANKS):
-            info = uniform(fx.generic_load(lds.infos.ptr + owner))
-            fp8 = fp8 | flags.has_bit(info, INFO_FP8).select(fx.Int32(1 << owner), fx.Int32(0))
-            refused = refused | flags.has_bit(info, INFO_ERROR).select(fx.Int32(1 << owner), fx.Int32(0))
+        fp8 = owners_with(lds, INFO_FP8, NUM_RANKS)
         if (fx.block_idx.x == 0) & (fx.thread_idx.x == 0):
-            status = pointer(control, fx.Int64, 8)
-            fx.generic_store(status + int(Word.FP8), long(fp8))
-            fx.generic_store(status + int(Word.REFUSED), long(refused))
-            fx.generic_store(
-                status + int(Word.DONE_EPOCH), control_word(control, Word.EPOCH) | (POSTED << 32)
-            )
-        rows = heap + control_word(control, Word.COMBINE_OFFSET)
-        out = control_word(control, Word.OUT_PTR)
-        for unit in range(wave, control_int(control, Word.NUM_ROWS) * num_parts, num_groups * NUM_WAVES):
-            unit = fx.Int32(unit)
-            token = unit // num_parts
-            column = unit % num_parts * ELEMENTS + lane * 8
-            if column < HIDDEN:
-                total = [fx.Float32(0.0) for _ in range(8)]
-                for k in range_constexpr(TOPK):
-                    beside = words(meta) + (token * META_WORDS + 1 + k)
-                    expert = uniform(fx.generic_load(beside))
-                    if expert >= 0:
-                        weight = as_float(fx.generic_load(beside + TOPK))
-                        row = rows + long(token * TOPK + k) * (2 * HIDDEN)
-                        is_fp8 = ((fp8 >> (expert // NUM_EXPERTS)) & 1) == 1
-                        values = read_row(row, column, is_fp8, weight, HIDDEN)
-                        total = [total[i] + values[i] for i in range_constexpr(8)]
-                packed = [pack_bf16(total[2 * i], total[2 * i + 1]) for i in range_constexpr(4)]
-                fx.generic_store(
-                    wide(out + (long(token) * HIDDEN + long(column)) * 2), Vec.from_elements(packed, fx.Int32)
-                )
+            record_end(control, fp8, owners_with(lds, INFO_ERROR, NUM_RANKS))
+        sum_tokens(control, heap, meta, fp8, num_groups, NUM_WAVES, HIDDEN, META_WORDS, TOPK, NUM_EXPERTS)
 
 
 @flyc.jit

@@ -29,6 +29,15 @@ ALONE = 256
 
 
 @flyc.jit
+def copy_row(source, target, ROW_BYTES):
+    """One wave copies one row, 16 bytes a lane at a time."""
+    lane = fx.thread_idx.x % WAVE
+    for at in range(lane * 16, fx.Int32(ROW_BYTES), fx.Int32(WAVE * 16)):
+        at = long(fx.Int32(at))
+        fx.generic_store(wide(target + at), fx.generic_load(wide(source + at), count=4), nontemporal=True)
+
+
+@flyc.jit
 def send(
     control, bases, rank, rows, meta, token_slots, sent_counts, num_groups,
     COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS,
@@ -71,11 +80,7 @@ def send(
         if wanted:
             source = rows + long(token) * ROW_BYTES
             target = heap + rows_offset + long(slot) * ROW_BYTES
-            for at in range(lane * 16, fx.Int32(ROW_BYTES), fx.Int32(WAVE * 16)):
-                at = long(fx.Int32(at))
-                fx.generic_store(
-                    wide(target + at), fx.generic_load(wide(source + at), count=4), nontemporal=True
-                )
+            copy_row(source, target, ROW_BYTES)
         counted = wanted & (dst_rank != rank)
         sent = sent + counted.select(fx.Int32(1), fx.Int32(0))
     if (lane == 0) & (sent > 0):

@@ -7,7 +7,7 @@ then records who is missing, tells all peers, and the kernels that follow send n
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import gpu, rocdl
+from flydsl.expr import const_expr, gpu, rocdl
 
 from megamoe.backends.gfx950.kernels.lang import ballot, clock, control_word, long, pointer, words
 from megamoe.backends.gfx950.record import INFO_ROWS_MASK, MAX_RANKS, POSTED, Word
@@ -38,17 +38,18 @@ def peer_heap(bases, rank):
 
 
 @flyc.jit
-def arrive(lds, control, num_groups):
+def arrive(lds, control, num_groups, word=Word.ARRIVALS):
     """Every workgroup calls this after its last store: 1 in all threads of the one that came last, else 0.
 
     What all workgroups wrote before is then visible to whoever acquires what that one releases. A barrier alone covers
-    no stores of other waves: each wave waits for its own first.
+    no stores of other waves: each wave waits for its own first. word: of the control block, 0 before, that counts; a
+    kernel in which workgroups arrive more than once takes another for each time.
     """
     rocdl.s_waitcnt(0)
     gpu.barrier()
     if fx.thread_idx.x == 0:
         fx.memory_fence(ordering=_ORDER.Release)
-        counter = words(control) + 2 * int(Word.ARRIVALS)
+        counter = words(control) + 2 * word
         before = fx.atomic_add(counter, fx.Int32(1), syncscope=_AGENT, ordering=_ORDER.AcqRel)
         last = before == num_groups - 1
         if last:
@@ -79,14 +80,21 @@ def meet(control, num_groups):
 def post(control, bases, rank, kind, info, NUM_RANKS):
     """Set this rank's flag of a kind at every rank; threads below NUM_RANKS each at one. info: Int32 of this thread."""
     if fx.thread_idx.x < NUM_RANKS:
-        word = control_word(control, Word.INFO) | long(info) | POSTED
-        value = control_word(control, Word.EPOCH) | (word << 32)
-        offset = control_word(control, Word.FLAGS_OFFSET) + int(kind) * CACHE_LINE_BYTES
-        flag = flag_word(peer_heap(bases, fx.thread_idx.x), offset, rank)
-        fx.generic_store(flag, value, memory_order=_ORDER.Release, volatile=True)
+        post_to(control, bases, rank, kind, info, fx.thread_idx.x)
 
 
-def _poll(word):
+@flyc.jit
+def post_to(control, bases, rank, kind, info, dst_rank):
+    """Set this rank's flag of a kind at one rank: each active lane that of its dst_rank."""
+    word = control_word(control, Word.INFO) | long(info) | POSTED
+    value = control_word(control, Word.EPOCH) | (word << 32)
+    offset = control_word(control, Word.FLAGS_OFFSET) + int(kind) * CACHE_LINE_BYTES
+    flag = flag_word(peer_heap(bases, dst_rank), offset, rank)
+    fx.generic_store(flag, value, memory_order=_ORDER.Release, volatile=True)
+
+
+def poll(word):
+    """A load that goes past the caches, for words that others change meanwhile."""
     return fx.generic_load(word, memory_order=_ORDER.Monotonic, volatile=True)
 
 
@@ -95,11 +103,12 @@ def _is_of(flag, epoch):
 
 
 @flyc.jit
-def wait(lds, control, bases, heap, rank, kind, needed, NUM_RANKS):
+def wait(lds, control, bases, heap, rank, kind, needed, NUM_RANKS, ANY=False):
     """Wait for the flags of the ranks in the mask `needed` (Int32), whole workgroups at a time.
 
     Returns 1 if all came, else 0 (at once if an earlier wait of this launch failed). lds.infos then holds the info half
     of every rank's flag, of no meaning for ranks that were not needed.
+    ANY: wait until one of them has come; returns the mask of those that have, 0 if none did.
     """
     if fx.thread_idx.x < 64:
         lane = fx.thread_idx.x
@@ -111,26 +120,28 @@ def wait(lds, control, bases, heap, rank, kind, needed, NUM_RANKS):
         word = flag_word(heap, offset, place)
         abort = flag_word(heap, control_word(control, Word.ABORTS_OFFSET), place)
         watched = watched & (((needed >> place) & 1) == 1)
-        failed = _poll(pointer(control, fx.Int64, 8) + int(Word.FAILED))
-        flag, given_up = _poll(word), _poll(abort)
+        failed = poll(pointer(control, fx.Int64, 8) + int(Word.FAILED))
+        flag, given_up = poll(word), poll(abort)
         lacking = ballot(watched & (_is_of(flag, epoch) == False))  # noqa: E712
         gone = ballot((lane < NUM_RANKS) & _is_of(given_up, epoch))
+        enough = long(needed) - 1 if ANY else long(0)
         started = clock()
         late = failed != 0
-        while (lacking != 0) & (gone == 0) & (late == False):  # noqa: E712
+        while (lacking > enough) & (gone == 0) & (late == False):  # noqa: E712
             rocdl.s_sleep(2)
-            flag, given_up = _poll(word), _poll(abort)
+            flag, given_up = poll(word), poll(abort)
             lacking = ballot(watched & (_is_of(flag, epoch) == False))  # noqa: E712
             gone = ballot((lane < NUM_RANKS) & _is_of(given_up, epoch))
             late = clock() - started > timeout
-        came = (lacking == 0) & (gone == 0) & (failed == 0)
+        came = (lacking <= enough) & (gone == 0) & (failed == 0)
         if (came == False) & (failed == 0):  # noqa: E712
             _give_up(control, bases, rank, kind, flag, given_up, lacking, gone, epoch, NUM_RANKS)
         fx.memory_fence(ordering=_ORDER.Acquire)
         if lane < NUM_RANKS:
             fx.generic_store(lds.infos.ptr + lane, fx.Int32(flag >> 32))
         if lane == 0:
-            fx.generic_store(lds.came.ptr, came.select(fx.Int32(1), fx.Int32(0)))
+            mask = needed & ~fx.Int32(lacking) if const_expr(ANY) else fx.Int32(1)
+            fx.generic_store(lds.came.ptr, came.select(mask, fx.Int32(0)))
     gpu.barrier()
     return fx.generic_load(lds.came.ptr)
 
@@ -175,5 +186,6 @@ def has_bit(info, bit):
 
 
 __all__ = [
-    "FlagLds", "arrive", "flag_word", "has_bit", "meet", "peer_heap", "post", "rows_announced", "wait",
+    "FlagLds", "arrive", "flag_word", "has_bit", "meet", "peer_heap", "poll", "post", "post_to", "rows_announced",
+    "wait",
 ]  # fmt: skip

@@ -54,12 +54,21 @@ def swiglu(gate, up, limit):
     return gate * fx.Float32(rocdl.rcp(T.f32, fx.Float32(1.0) + exponential)) * up
 
 
+def num_n_tiles(intermediate, block_m):
+    """Tiles of columns side by side."""
+    num_waves = tile.waves_along_n(block_m)
+    return (intermediate // 32 + num_waves - 1) // num_waves
+
+
 @flyc.jit
-def multiply_units(
-    lds, control, heap, experts, row_table, weights, weight_scales, inner, num_groups, proceed,
-    BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
+def multiply_unit(
+    lds, rows, payload_row, weights, weight_scales, inner, expert, first_row, left, n_tile,
+    BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
 ):  # fmt: skip
-    """This workgroup's units, one in num_groups; none unless proceed is 1."""
+    """One tile of an expert's rows, from routed row first_row on, times one tile of columns.
+
+    rows: address of the payload; payload_row(i): where routed row i lies in it. Rows past `left`, the index of the
+    expert's last in the tile, repeat it; what they give is not stored."""
     thread = fx.thread_idx.x
     lane = thread % WAVE
     wave = uniform(thread // WAVE)
@@ -68,60 +77,66 @@ def multiply_units(
     num_blocks = (HIDDEN + 127) // 128
     num_k_groups = (num_blocks + 3) // 4
     num_columns = INTERMEDIATE // 32
-    num_n = (num_columns + num_waves - 1) // num_waves
-    shift = BLOCK_M.bit_length() - 1
-    num_units = tile.num_m_tiles(experts, NUM_EXPERTS, shift) * num_n
+
+    def payload_offset(row):
+        inside = (row < left).select(row, left)
+        return payload_row(first_row + inside) * ROW_BYTES
+
+    offsets = [payload_offset(row) for row in tile.staged_rows(BLOCK_M)]
+    sf_at = payload_offset(thread % BLOCK_M) + HIDDEN
+    column = n_tile * num_waves + wave % num_waves
+    inside = (column < num_columns).select(column, fx.Int32(num_columns - 1))
+    at = expert * num_columns + inside
+    acc = tile.multiply(
+        lds, buffer(rows), offsets, sf_at,
+        buffer(weights + long(at) * (num_blocks * 4096)),
+        buffer(weight_scales + long(at) * (num_k_groups * 1024)), HIDDEN, BLOCK_M,
+        tile.ring_of(BLOCK_M, 4),
+    )  # fmt: skip
+    for m in range_constexpr(wave_rows // 16):
+        values = [
+            swiglu(acc[m][n][i], acc[m][n + 2][i], LIMIT_MILLI / 1000)
+            for n in range_constexpr(2)
+            for i in range_constexpr(4)
+        ]
+        top = absolute_bits(values[0])
+        for i in range_constexpr(1, 8):
+            top = larger(top, absolute_bits(values[i]))
+        for distance in (16, 32):
+            top = larger(top, fx.shuffle_xor(top, distance, WAVE))
+        byte, reciprocal, finite = scale_of(top)
+        codes = [encode_four(values[4 * i : 4 * i + 4], reciprocal, finite) for i in range_constexpr(2)]
+        row = wave // num_waves * wave_rows + m * 16 + lane % 16
+        if (row <= left) & (column < num_columns):
+            out = inner + long(first_row + row) * INNER_BYTES
+            fx.generic_store(
+                pointer(out + long(column * 32 + lane // 16 * 8), fx.Int32, 8),
+                Vec.from_elements(codes, fx.Int32),
+            )
+            if lane < 16:
+                fx.generic_store(
+                    pointer(out + long(INTERMEDIATE + sf_offset(column)), fx.Uint8, 1), fx.Uint8(byte)
+                )
+
+
+@flyc.jit
+def multiply_units(
+    lds, control, heap, experts, row_table, weights, weight_scales, inner, num_groups, proceed,
+    BLOCK_M, HIDDEN, INTERMEDIATE, NUM_EXPERTS, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
+):  # fmt: skip
+    """This workgroup's units, one in num_groups; none unless proceed is 1."""
+    num_n = num_n_tiles(INTERMEDIATE, BLOCK_M)
+    num_units = tile.num_m_tiles(experts, NUM_EXPERTS, BLOCK_M.bit_length() - 1) * num_n
     num_units = (proceed == 1).select(num_units, fx.Int32(0))
     rows = heap + control_word(control, Word.ROWS_OFFSET)
     for unit in range(fx.block_idx.x, num_units, num_groups):
         unit = fx.Int32(unit)
-        m_tile, n_tile = unit // num_n, unit % num_n
-        expert = tile.find_expert(experts, m_tile, NUM_EXPERTS)
-        record = fx.generic_load(pointer(experts, fx.Int32, 16) + expert * 4, count=4)
-        count, row_base, tile_base = uniform(record[0]), uniform(record[1]), uniform(record[2])
-        first = (m_tile - tile_base) * BLOCK_M
-        # Rows past the expert's last repeat it; what they give is not stored.
-        left = count - first - 1
-
-        def payload_offset(row):
-            inside = (row < left).select(row, left)
-            return fx.generic_load(words(row_table) + (row_base + first + inside) * 4) * ROW_BYTES
-
-        offsets = [payload_offset(row) for row in tile.staged_rows(BLOCK_M)]
-        sf_at = payload_offset(thread % BLOCK_M) + HIDDEN
-        column = n_tile * num_waves + wave % num_waves
-        inside = (column < num_columns).select(column, fx.Int32(num_columns - 1))
-        at = expert * num_columns + inside
-        acc = tile.multiply(
-            lds, buffer(rows), offsets, sf_at,
-            buffer(weights + long(at) * (num_blocks * 4096)),
-            buffer(weight_scales + long(at) * (num_k_groups * 1024)), HIDDEN, BLOCK_M,
-            tile.ring_of(BLOCK_M, 4),
+        expert, first_row, left = tile.find_tile(experts, unit // num_n, NUM_EXPERTS, BLOCK_M)
+        multiply_unit(
+            lds, rows, lambda i: fx.generic_load(words(row_table) + i * 4), weights, weight_scales, inner, expert,
+            first_row, left, unit % num_n,
+            BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
         )  # fmt: skip
-        for m in range_constexpr(wave_rows // 16):
-            values = [
-                swiglu(acc[m][n][i], acc[m][n + 2][i], LIMIT_MILLI / 1000)
-                for n in range_constexpr(2)
-                for i in range_constexpr(4)
-            ]
-            top = absolute_bits(values[0])
-            for i in range_constexpr(1, 8):
-                top = larger(top, absolute_bits(values[i]))
-            for distance in (16, 32):
-                top = larger(top, fx.shuffle_xor(top, distance, WAVE))
-            byte, reciprocal, finite = scale_of(top)
-            codes = [encode_four(values[4 * i : 4 * i + 4], reciprocal, finite) for i in range_constexpr(2)]
-            row = wave // num_waves * wave_rows + m * 16 + lane % 16
-            if (row <= left) & (column < num_columns):
-                out = inner + long(row_base + first + row) * INNER_BYTES
-                fx.generic_store(
-                    pointer(out + long(column * 32 + lane // 16 * 8), fx.Int32, 8),
-                    Vec.from_elements(codes, fx.Int32),
-                )
-                if lane < 16:
-                    fx.generic_store(
-                        pointer(out + long(INTERMEDIATE + sf_offset(column)), fx.Uint8, 1), fx.Uint8(byte)
-                    )
 
 
 @flyc.kernel

@@ -38,6 +38,74 @@ def lds_of(block_m):
     return Lds
 
 
+def num_n_tiles(hidden, block_m):
+    """Tiles of columns side by side."""
+    num_waves = tile.waves_along_n(block_m)
+    return ((hidden + tile.COLUMNS - 1) // tile.COLUMNS + num_waves - 1) // num_waves
+
+
+@flyc.jit
+def multiply_unit(
+    lds, control, bases, record_of, weights, weight_scales, inner, rank, expert, first_row, left, n_tile,
+    BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
+):  # fmt: skip
+    """One tile of an expert's intermediate rows, from routed row first_row on, times one tile of columns, sent back.
+
+    record_of(i): the record of routed row i (see index.py). Rows past `left`, the index of the expert's last in the
+    tile, repeat it; what they give is not stored."""
+    thread = fx.thread_idx.x
+    lane = thread % WAVE
+    wave = uniform(thread // WAVE)
+    num_waves = tile.waves_along_n(BLOCK_M)
+    wave_rows = BLOCK_M // tile.waves_along_m(BLOCK_M)
+    num_blocks = (INTERMEDIATE + 127) // 128
+    num_k_groups = (num_blocks + 3) // 4
+    num_columns = (HIDDEN + tile.COLUMNS - 1) // tile.COLUMNS
+    combine_offset = control_word(control, Word.COMBINE_OFFSET)
+
+    def inner_offset(row):
+        inside = (row < left).select(row, left)
+        return inside * INNER_BYTES
+
+    rows = inner + long(first_row) * INNER_BYTES
+    offsets = [inner_offset(row) for row in tile.staged_rows(BLOCK_M)]
+    sf_at = inner_offset(thread % BLOCK_M) + INTERMEDIATE
+    group = n_tile * num_waves + wave % num_waves
+    inside = (group < num_columns).select(group, fx.Int32(num_columns - 1))
+    at = expert * num_columns + inside
+    acc = tile.multiply(
+        lds, buffer(rows), offsets, sf_at,
+        buffer(weights + long(at) * (num_blocks * 4096)),
+        buffer(weight_scales + long(at) * (num_k_groups * 1024)), INTERMEDIATE,
+        BLOCK_M, tile.ring_of(BLOCK_M, 2),
+    )  # fmt: skip
+    column = group * tile.COLUMNS + lane // 16 * 16
+    for m in range_constexpr(wave_rows // 16):
+        row = wave // num_waves * wave_rows + m * 16 + lane % 16
+        values = [acc[m][n][i] for n in range_constexpr(4) for i in range_constexpr(4)]
+        place = (row < left).select(row, left)
+        out, src, weight = results.destination(
+            bases, combine_offset, record_of(first_row + place), 2 * HIDDEN
+        )
+        stored = (row <= left) & (column < HIDDEN)
+        if const_expr(FP8):
+            values, byte, reciprocal, finite = results.block_scale(
+                values, weight, lambda top: larger(top, fx.shuffle_xor(top, 16, WAVE))
+            )
+            if stored:
+                results.store_codes(out, column, values, reciprocal, finite)
+                if lane // 16 % 2 == 0:
+                    results.store_scale(out, HIDDEN, column, byte)
+        else:
+            if stored:
+                results.store_bf16(out, column, values)
+        away = popcount(ballot((lane < 16) & (row <= left) & (src != rank)))
+        if (group == 0) & (lane == 0):
+            fx.atomic_add(
+                words(control) + 2 * int(Word.ROWS_RETURNED), away, syncscope=fx.rocdl.SyncScope.Agent
+            )
+
+
 @flyc.kernel
 def gemm2_kernel(
     control: fx.Int64,
@@ -57,73 +125,22 @@ def gemm2_kernel(
     INNER_BYTES: fx.Constexpr[int],
     FP8: fx.Constexpr[int],
 ):
-    thread = fx.thread_idx.x
-    lane = thread % WAVE
-    wave = uniform(thread // WAVE)
     lds = fx.SharedAllocator().allocate(lds_of(BLOCK_M)).peek()
-    num_waves = tile.waves_along_n(BLOCK_M)
-    wave_rows = BLOCK_M // tile.waves_along_m(BLOCK_M)
-    num_blocks = (INTERMEDIATE + 127) // 128
-    num_k_groups = (num_blocks + 3) // 4
-    num_columns = (HIDDEN + tile.COLUMNS - 1) // tile.COLUMNS
-    num_n = (num_columns + num_waves - 1) // num_waves
-    shift = BLOCK_M.bit_length() - 1
+    num_n = num_n_tiles(HIDDEN, BLOCK_M)
     failed = control_int(control, Word.FAILED)
-    num_units = tile.num_m_tiles(experts, NUM_EXPERTS, shift) * num_n
+    num_units = tile.num_m_tiles(experts, NUM_EXPERTS, BLOCK_M.bit_length() - 1) * num_n
     num_units = (failed == 0).select(num_units, fx.Int32(0))
-    combine_offset = control_word(control, Word.COMBINE_OFFSET)
+
+    def record_of(i):
+        return fx.generic_load(pointer(row_table, fx.Int32, 16) + i * 4, count=4)
+
     for unit in range(fx.block_idx.x, num_units, num_groups):
         unit = fx.Int32(unit)
-        m_tile, n_tile = unit // num_n, unit % num_n
-        expert = tile.find_expert(experts, m_tile, NUM_EXPERTS)
-        record = fx.generic_load(pointer(experts, fx.Int32, 16) + expert * 4, count=4)
-        count, row_base, tile_base = uniform(record[0]), uniform(record[1]), uniform(record[2])
-        first = (m_tile - tile_base) * BLOCK_M
-        # Rows past the expert's last repeat it; what they give is not stored.
-        left = count - first - 1
-
-        def inner_offset(row):
-            inside = (row < left).select(row, left)
-            return inside * INNER_BYTES
-
-        rows = inner + long(row_base + first) * INNER_BYTES
-        offsets = [inner_offset(row) for row in tile.staged_rows(BLOCK_M)]
-        sf_at = inner_offset(thread % BLOCK_M) + INTERMEDIATE
-        group = n_tile * num_waves + wave % num_waves
-        inside = (group < num_columns).select(group, fx.Int32(num_columns - 1))
-        at = expert * num_columns + inside
-        acc = tile.multiply(
-            lds, buffer(rows), offsets, sf_at,
-            buffer(weights + long(at) * (num_blocks * 4096)),
-            buffer(weight_scales + long(at) * (num_k_groups * 1024)), INTERMEDIATE,
-            BLOCK_M, tile.ring_of(BLOCK_M, 2),
+        expert, first_row, left = tile.find_tile(experts, unit // num_n, NUM_EXPERTS, BLOCK_M)
+        multiply_unit(
+            lds, control, bases, record_of, weights, weight_scales, inner, rank, expert, first_row, left, unit % num_n,
+            BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
         )  # fmt: skip
-        column = group * tile.COLUMNS + lane // 16 * 16
-        for m in range_constexpr(wave_rows // 16):
-            row = wave // num_waves * wave_rows + m * 16 + lane % 16
-            values = [acc[m][n][i] for n in range_constexpr(4) for i in range_constexpr(4)]
-            place = (row < left).select(row, left)
-            entry = fx.generic_load(
-                pointer(row_table, fx.Int32, 16) + (row_base + first + place) * 4, count=4
-            )
-            out, src, weight = results.destination(bases, combine_offset, entry, 2 * HIDDEN)
-            stored = (row <= left) & (column < HIDDEN)
-            if const_expr(FP8):
-                values, byte, reciprocal, finite = results.block_scale(
-                    values, weight, lambda top: larger(top, fx.shuffle_xor(top, 16, WAVE))
-                )
-                if stored:
-                    results.store_codes(out, column, values, reciprocal, finite)
-                    if lane // 16 % 2 == 0:
-                        results.store_scale(out, HIDDEN, column, byte)
-            else:
-                if stored:
-                    results.store_bf16(out, column, values)
-            away = popcount(ballot((lane < 16) & (row <= left) & (src != rank)))
-            if (group == 0) & (lane == 0):
-                fx.atomic_add(
-                    words(control) + 2 * int(Word.ROWS_RETURNED), away, syncscope=fx.rocdl.SyncScope.Agent
-                )
     last = flags.arrive(lds, control, num_groups)
     if (last == 1) & (failed == 0):
         flags.post(control, bases, rank, FlagKind.RETURN, fx.Int32(INFO_FP8 if FP8 else 0), NUM_RANKS)

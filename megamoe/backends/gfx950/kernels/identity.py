@@ -27,6 +27,35 @@ NUM_WAVES = THREADS // WAVE
 ELEMENTS = 512
 
 
+@flyc.jit
+def give_back(control, bases, rows, combine_offset, record, part, rank, HIDDEN, ROW_BYTES, FP8):
+    """One wave sends 512 columns of a payload row, the part-th, back as a result row. record: of the routed row."""
+    lane = fx.thread_idx.x % WAVE
+    column = part * ELEMENTS + lane * 8
+    if column < HIDDEN:
+        row = rows + long(record[0]) * ROW_BYTES
+        codes = fx.generic_load(pointer(row + long(column), fx.Int32, 8), count=2)
+        at = pointer(row + long(HIDDEN) + long(sf_offset(column // 32)), fx.Uint8, 1)
+        scale = scale_value(fx.Int32(fx.generic_load(at, dtype=fx.Uint8)))
+        values = [value * scale for i in range(2) for value in decode_four(codes[i])]
+        out, src, weight = results.destination(bases, combine_offset, record, 2 * HIDDEN)
+        if const_expr(FP8):
+            values, byte, reciprocal, finite = results.block_scale(
+                values, weight, lambda top: max_of_lanes(top, 4)
+            )
+            results.store_codes(out, column, values, reciprocal, finite)
+            if lane % 4 == 0:
+                results.store_scale(out, HIDDEN, column, byte)
+        else:
+            results.store_bf16(out, column, values)
+        if (part == 0) & (lane == 0) & (src != rank):
+            fx.atomic_add(
+                words(control) + 2 * int(Word.ROWS_RETURNED),
+                fx.Int32(1),
+                syncscope=fx.rocdl.SyncScope.Agent,
+            )
+
+
 @flyc.kernel(known_block_size=[THREADS, 1, 1])
 def identity_kernel(
     control: fx.Int64,
@@ -42,7 +71,6 @@ def identity_kernel(
     NUM_RANKS: fx.Constexpr[int],
     FP8: fx.Constexpr[int],
 ):
-    lane = fx.thread_idx.x % WAVE
     wave = uniform(fx.block_idx.x * NUM_WAVES + fx.thread_idx.x // WAVE)
     lds = fx.SharedAllocator().allocate(flags.FlagLds).peek()
     num_parts = (HIDDEN + ELEMENTS - 1) // ELEMENTS
@@ -53,31 +81,10 @@ def identity_kernel(
     combine_offset = control_word(control, Word.COMBINE_OFFSET)
     for unit in range(wave, num_units, num_groups * NUM_WAVES):
         unit = fx.Int32(unit)
-        entry = fx.generic_load(wide(row_table) + unit // num_parts * 4, count=4)
-        part = unit % num_parts
-        column = part * ELEMENTS + lane * 8
-        if column < HIDDEN:
-            row = rows + long(entry[0]) * ROW_BYTES
-            codes = fx.generic_load(pointer(row + long(column), fx.Int32, 8), count=2)
-            at = pointer(row + long(HIDDEN) + long(sf_offset(column // 32)), fx.Uint8, 1)
-            scale = scale_value(fx.Int32(fx.generic_load(at, dtype=fx.Uint8)))
-            values = [value * scale for i in range(2) for value in decode_four(codes[i])]
-            out, src, weight = results.destination(bases, combine_offset, entry, 2 * HIDDEN)
-            if const_expr(FP8):
-                values, byte, reciprocal, finite = results.block_scale(
-                    values, weight, lambda top: max_of_lanes(top, 4)
-                )
-                results.store_codes(out, column, values, reciprocal, finite)
-                if lane % 4 == 0:
-                    results.store_scale(out, HIDDEN, column, byte)
-            else:
-                results.store_bf16(out, column, values)
-            if (part == 0) & (lane == 0) & (src != rank):
-                fx.atomic_add(
-                    words(control) + 2 * int(Word.ROWS_RETURNED),
-                    fx.Int32(1),
-                    syncscope=fx.rocdl.SyncScope.Agent,
-                )
+        record = fx.generic_load(wide(row_table) + unit // num_parts * 4, count=4)
+        give_back(
+            control, bases, rows, combine_offset, record, unit % num_parts, rank, HIDDEN, ROW_BYTES, FP8
+        )
     last = flags.arrive(lds, control, num_groups)
     if (last == 1) & (failed == 0):
         flags.post(control, bases, rank, FlagKind.RETURN, fx.Int32(INFO_FP8 if FP8 else 0), NUM_RANKS)

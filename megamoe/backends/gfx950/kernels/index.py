@@ -48,23 +48,11 @@ def locate(i, ends, capacity):
 
 
 @flyc.jit
-def index_expert(
-    lds,
-    meta,
-    experts,
-    row_table,
-    expert,
-    first_id,
-    ends,
-    capacity,
-    tile_shift,
-    NUM_EXPERTS,
-    TOPK,
-    META_WORDS,
-    THREADS,
+def count_rows(
+    lds, meta, expert, first_id, ends, capacity, tile_shift, NUM_EXPERTS, TOPK, META_WORDS, THREADS
 ):
-    """Write expert's record (rows, first routed row, first m-tile, 0) and its rows (payload row, source and result
-    index, weight, 0). meta: address of the words beside received rows; first_id: global id of local expert 0."""
+    """(rows of the expert, rows of those before it, m-tiles of those before it). meta: address of the words beside
+    rows; first_id: global id of the first of the NUM_EXPERTS experts that are counted."""
     thread = fx.thread_idx.x
     total = ends[-1]
     for at in range(thread, fx.Int32(NUM_EXPERTS), fx.Int32(THREADS)):
@@ -88,19 +76,48 @@ def index_expert(
     count = uniform(fx.generic_load(lds.histogram.ptr + expert))
     row_base = uniform(fx.generic_load(lds.sums.ptr))
     tile_base = fx.generic_load(lds.sums.ptr + 1)
-    if thread == 0:
+    return count, row_base, tile_base
+
+
+@flyc.jit
+def index_expert(
+    lds,
+    meta,
+    experts,
+    row_table,
+    expert,
+    first_id,
+    ends,
+    capacity,
+    tile_shift,
+    NUM_EXPERTS,
+    TOPK,
+    META_WORDS,
+    THREADS,
+):
+    """Write expert's record (rows, first routed row, first m-tile, 0) and its rows (payload row, source and result
+    index, weight, 0). meta: address of the words beside received rows; first_id: global id of local expert 0."""
+    count, row_base, tile_base = count_rows(
+        lds, meta, expert, first_id, ends, capacity, tile_shift, NUM_EXPERTS, TOPK, META_WORDS, THREADS
+    )
+    if fx.thread_idx.x == 0:
         fx.generic_store(
             wide(experts) + expert * 4, Vec.from_elements([count, row_base, tile_base, fx.Int32(0)], fx.Int32)
         )
+
+    def store(at, payload_row, src, result, weight):
+        record = [payload_row, (src << RESULT_INDEX_BITS) | result, weight, fx.Int32(0)]
+        fx.generic_store(wide(row_table) + at * 4, Vec.from_elements(record, fx.Int32))
+
     if count > 0:
-        _write_rows(
-            lds, meta, row_table, expert + first_id, row_base, ends, capacity, TOPK, META_WORDS, THREADS
-        )
+        write_rows(lds, meta, expert + first_id, row_base, ends, capacity, TOPK, META_WORDS, THREADS, store)
     gpu.barrier()
 
 
 @flyc.jit
-def _write_rows(lds, meta, row_table, expert_id, row_base, ends, capacity, TOPK, META_WORDS, THREADS):
+def write_rows(lds, meta, expert_id, row_base, ends, capacity, TOPK, META_WORDS, THREADS, store):
+    """store(place, payload row, source, token * TOPK + slot, weight bits) for each row of an expert, in order, places
+    from row_base on."""
     thread = fx.thread_idx.x
     wave = uniform(thread // WAVE)
     total = ends[-1]
@@ -131,12 +148,8 @@ def _write_rows(lds, meta, row_table, expert_id, row_base, ends, capacity, TOPK,
         at = written + before
         for k in range_constexpr(TOPK):
             if here[k]:
-                result = (src << RESULT_INDEX_BITS) | (token * TOPK + k)
                 weight = fx.generic_load(beside + (1 + TOPK + k))
-                fx.generic_store(
-                    wide(row_table) + at * 4,
-                    Vec.from_elements([payload_row, result, weight, fx.Int32(0)], fx.Int32),
-                )
+                store(at, payload_row, src, token * TOPK + k, weight)
             at = at + here[k].select(fx.Int32(1), fx.Int32(0))
         written = uniform(after)
         gpu.barrier()

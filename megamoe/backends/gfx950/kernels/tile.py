@@ -67,6 +67,15 @@ def num_m_tiles(experts, num_experts, tile_shift):
     return uniform(last[2] + ((last[0] + (1 << tile_shift) - 1) >> tile_shift))
 
 
+def find_tile(experts, m_tile, num_experts, block_m):
+    """(local expert, first routed row, index of the expert's last row from there on) of an m-tile."""
+    expert = find_expert(experts, m_tile, num_experts)
+    record = fx.generic_load(wide(experts) + expert * 4, count=4)
+    count, row_base, tile_base = uniform(record[0]), uniform(record[1]), uniform(record[2])
+    first = (m_tile - tile_base) * block_m
+    return expert, row_base + first, count - first - 1
+
+
 def load_rows(rows, offsets, k_group, columns):
     """This thread's 16-byte pieces of the tile's rows in a K group. columns: a Python number, what the group has of a
     row; past it: zero codes."""
