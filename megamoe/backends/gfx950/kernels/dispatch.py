@@ -8,7 +8,7 @@ Two ranks never wait for each other's workgroups: a rank sends all before it wai
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import const_expr, range_constexpr
+from flydsl.expr import const_expr
 
 from megamoe.backends.gfx950.kernels import flags, index
 from megamoe.backends.gfx950.kernels.lang import (
@@ -88,6 +88,35 @@ def send(
 
 
 @flyc.jit
+def announce(lds, control, bases, rank, sent_counts, num_groups, COMPACT, NUM_RANKS):
+    """The last workgroup to have sent its rows posts the payload flags: how many rows came from here."""
+    last = flags.arrive(lds, control, num_groups)
+    if (last == 1) & (control_int(control, Word.FAILED) == 0):
+        info = control_int(control, Word.NUM_ROWS)
+        if const_expr(COMPACT):
+            place = (fx.thread_idx.x < NUM_RANKS).select(fx.thread_idx.x, fx.Int32(0))
+            info = fx.generic_load(words(sent_counts) + place)
+        flags.post(control, bases, rank, FlagKind.PAYLOAD, info, NUM_RANKS)
+
+
+def needed_sources(control, compact, num_ranks):
+    """Mask of ranks whose payload is waited for. With slots, ranks without rows cannot hold up the others."""
+    return fx.Int32((1 << num_ranks) - 1) if compact else control_int(control, Word.SOURCES)
+
+
+def rows_of_sources(lds, needed, compact, num_ranks):
+    """Running sums of the rows that the sources announced; 0 for those that were not waited for."""
+    ends, total = [], fx.Int32(0)
+    for src in range(num_ranks):
+        announced = flags.rows_announced(uniform(fx.generic_load(lds.infos.ptr + src)))
+        if not compact:
+            announced = (((needed >> src) & 1) == 1).select(announced, fx.Int32(0))
+        total = total + announced
+        ends.append(total)
+    return ends
+
+
+@flyc.jit
 def exchange(
     lds, tables, control, bases, heap, rows, meta, token_slots, sent_counts, experts, row_table, rank, tile_shift,
     num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS,
@@ -97,27 +126,11 @@ def exchange(
         control, bases, rank, rows, meta, token_slots, sent_counts, num_groups,
         COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS,
     )  # fmt: skip
-    last = flags.arrive(lds, control, num_groups)
-    if (last == 1) & (control_int(control, Word.FAILED) == 0):
-        info = control_int(control, Word.NUM_ROWS)
-        if const_expr(COMPACT):
-            place = (fx.thread_idx.x < NUM_RANKS).select(fx.thread_idx.x, fx.Int32(0))
-            info = fx.generic_load(words(sent_counts) + place)
-        flags.post(control, bases, rank, FlagKind.PAYLOAD, info, NUM_RANKS)
-    needed = fx.Int32((1 << NUM_RANKS) - 1)
-    if const_expr(not COMPACT):
-        # Ranks without rows cannot hold up the others' matrix products.
-        needed = control_int(control, Word.SOURCES)
+    announce(lds, control, bases, rank, sent_counts, num_groups, COMPACT, NUM_RANKS)
+    needed = needed_sources(control, COMPACT, NUM_RANKS)
     came = flags.wait(lds, control, bases, heap, rank, FlagKind.PAYLOAD, needed, NUM_RANKS)
     if came == 1:
-        ends = []
-        total = fx.Int32(0)
-        for src in range_constexpr(NUM_RANKS):
-            announced = flags.rows_announced(uniform(fx.generic_load(lds.infos.ptr + src)))
-            if const_expr(not COMPACT):
-                announced = (((needed >> src) & 1) == 1).select(announced, fx.Int32(0))
-            total = total + announced
-            ends.append(total)
+        ends = rows_of_sources(lds, needed, COMPACT, NUM_RANKS)
         capacity = None if COMPACT else control_int(control, Word.CAPACITY)
         beside = heap + control_word(control, Word.META_OFFSET)
         for expert in range(fx.block_idx.x, fx.Int32(NUM_EXPERTS), num_groups):

@@ -63,7 +63,7 @@ def num_n_tiles(intermediate, block_m):
 @flyc.jit
 def multiply_unit(
     lds, rows, payload_row, weights, weight_scales, inner, expert, first_row, left, n_tile,
-    BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
+    BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI, STREAMING=True,
 ):  # fmt: skip
     """One tile of an expert's rows, from routed row first_row on, times one tile of columns.
 
@@ -91,7 +91,7 @@ def multiply_unit(
         lds, buffer(rows), offsets, sf_at,
         buffer(weights + long(at) * (num_blocks * 4096)),
         buffer(weight_scales + long(at) * (num_k_groups * 1024)), HIDDEN, BLOCK_M,
-        tile.ring_of(BLOCK_M, 4),
+        tile.ring_of(BLOCK_M, 4), STREAMING,
     )  # fmt: skip
     for m in range_constexpr(wave_rows // 16):
         values = [

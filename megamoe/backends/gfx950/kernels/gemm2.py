@@ -47,7 +47,7 @@ def num_n_tiles(hidden, block_m):
 @flyc.jit
 def multiply_unit(
     lds, control, bases, record_of, weights, weight_scales, inner, rank, expert, first_row, left, n_tile,
-    BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
+    BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8, STREAMING=True,
 ):  # fmt: skip
     """One tile of an expert's intermediate rows, from routed row first_row on, times one tile of columns, sent back.
 
@@ -77,7 +77,7 @@ def multiply_unit(
         lds, buffer(rows), offsets, sf_at,
         buffer(weights + long(at) * (num_blocks * 4096)),
         buffer(weight_scales + long(at) * (num_k_groups * 1024)), INTERMEDIATE,
-        BLOCK_M, tile.ring_of(BLOCK_M, 2),
+        BLOCK_M, tile.ring_of(BLOCK_M, 2), STREAMING,
     )  # fmt: skip
     column = group * tile.COLUMNS + lane // 16 * 16
     for m in range_constexpr(wave_rows // 16):

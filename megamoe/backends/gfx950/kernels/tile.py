@@ -102,15 +102,15 @@ def store_rows(lds_rows, pieces, stride):
         fx.generic_store(at + i * stride * 128, pieces[i])
 
 
-def load_weights(weights, k_group, j):
+def load_weights(weights, k_group, j, streaming):
     """One 16x128 block of each of the wave's four column blocks: the j-th along K from the first of a K group."""
     at = fx.thread_idx.x % WAVE * 16
-    return [load_wide(weights, at + n * 1024, k_group * 16384 + j * 4096, streaming=True) for n in range(4)]
+    return [load_wide(weights, at + n * 1024, k_group * 16384 + j * 4096, streaming) for n in range(4)]
 
 
-def load_weight_scales(scales, k_group):
+def load_weight_scales(scales, k_group, streaming):
     """Four words, one a column block; byte j of each is the scale of the group's j-th K block."""
-    return load_wide(scales, fx.thread_idx.x % WAVE * 16, k_group * 1024, streaming=True)
+    return load_wide(scales, fx.thread_idx.x % WAVE * 16, k_group * 1024, streaming)
 
 
 def read_rows(lds_rows, j, m):
@@ -130,7 +130,9 @@ def staged_rows(block_m):
     return [fx.thread_idx.x // 32 + stride * i for i in range(block_m // stride)]
 
 
-def multiply_group(acc, lds_rows, lds_scales, ring, weight_scales, weights, k_group, num_blocks, num_left):
+def multiply_group(
+    acc, lds_rows, lds_scales, ring, weight_scales, weights, k_group, num_blocks, num_left, streaming
+):  # fmt: skip
     """acc [m][4] += the num_blocks K blocks of a group; returns (acc, ring).
 
     ring: operands of the blocks to come, block j at j % len(ring); a place is filled again once its block is done, as
@@ -170,7 +172,7 @@ def multiply_group(acc, lds_rows, lds_scales, ring, weight_scales, weights, k_gr
         if m == num_m - 1 and j + len(ring) < num_left:
             # Behind the instructions that take the old operands, so that the new ones find the same registers free.
             rocdl.sched_barrier(0)
-            ring[j % len(ring)] = load_weights(weights, k_group, j + len(ring))
+            ring[j % len(ring)] = load_weights(weights, k_group, j + len(ring), streaming)
         rocdl.sched_barrier(0)
         x = following
     return acc, ring
@@ -199,11 +201,12 @@ def load_row_scales(rows, sf_offset, k_group):
 
 
 @flyc.jit
-def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M, RING):
+def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M, RING, STREAMING):
     """[rows of a wave / 16][4] vectors of four Float32: the wave's rows of the tile times its 64 columns.
 
     rows: descriptor from which offsets (rows that this thread stages) and sf_offset (scales of row thread_idx) count.
     weights, weight_scales: descriptors of the wave's 64 columns, all of K. RING: K blocks of weights on their way.
+    STREAMING: whether weights pass the caches by, as where one tile alone reads them.
     """
     wave_rows = BLOCK_M // waves_along_m(BLOCK_M)
     first_row = uniform(fx.thread_idx.x // WAVE // waves_along_n(BLOCK_M)) * wave_rows
@@ -215,10 +218,10 @@ def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M, 
     acc = [[Vec.filled(4, 0.0, fx.Float32) for _ in range(4)] for _ in range(wave_rows // 16)]
     pieces = load_rows(rows, offsets, first, min(K, GROUP))
     scales = load_row_scales(rows, sf_offset, first)
-    ahead_scales = load_weight_scales(weight_scales, first)
+    ahead_scales = load_weight_scales(weight_scales, first, STREAMING)
     # Loads are waited for in order of issue: what the loop needs first comes first here too.
     rocdl.sched_barrier(0)
-    ring = [load_weights(weights, first, j) for j in range(min(RING, num_blocks))]
+    ring = [load_weights(weights, first, j, STREAMING) for j in range(min(RING, num_blocks))]
     # Iterations whose next group is whole, and so has rows without missing columns and all blocks to fetch.
     num_whole = num_groups - (1 if tail == GROUP else 2)
     if const_expr(num_whole > 0):
@@ -228,21 +231,25 @@ def multiply(lds, rows, offsets, sf_offset, weights, weight_scales, K, BLOCK_M, 
             pieces = load_rows(rows, offsets, k_group + 1, GROUP)
             scales = load_row_scales(rows, sf_offset, k_group + 1)
             now_scales = ahead_scales
-            ahead_scales = load_weight_scales(weight_scales, k_group + 1)
-            acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, k_group, 4, 8)
+            ahead_scales = load_weight_scales(weight_scales, k_group + 1, STREAMING)
+            acc, ring = multiply_group(
+                acc, lds_rows, lds_scales, ring, now_scales, weights, k_group, 4, 8, STREAMING
+            )
     if const_expr(num_groups > 1 and tail < GROUP):
         k_group = fx.Int32(num_groups - 2)
         stage(lds, pieces, scales, BLOCK_M)
         pieces = load_rows(rows, offsets, k_group + 1, tail)
         scales = load_row_scales(rows, sf_offset, k_group + 1)
         now_scales = ahead_scales
-        ahead_scales = load_weight_scales(weight_scales, k_group + 1)
+        ahead_scales = load_weight_scales(weight_scales, k_group + 1, STREAMING)
         num_left = num_blocks - 4 * (num_groups - 2)
-        acc, ring = multiply_group(acc, lds_rows, lds_scales, ring, now_scales, weights, k_group, 4, num_left)
+        acc, ring = multiply_group(
+            acc, lds_rows, lds_scales, ring, now_scales, weights, k_group, 4, num_left, STREAMING
+        )
     stage(lds, pieces, scales, BLOCK_M)
     k_group = fx.Int32(num_groups - 1)
     num_left = num_blocks - 4 * (num_groups - 1)
     acc, _ = multiply_group(
-        acc, lds_rows, lds_scales, ring, ahead_scales, weights, k_group, num_left, num_left
+        acc, lds_rows, lds_scales, ring, ahead_scales, weights, k_group, num_left, num_left, STREAMING
     )
     return acc
