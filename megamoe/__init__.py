@@ -3,7 +3,7 @@
 See CONTRIBUTING.md for the map of the house.
 """
 
-from megamoe.backends import check_backend
+from megamoe.backends import check_backend, compile_kernels, missing_kernels
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
 from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
 from megamoe.bundle import (
@@ -60,10 +60,12 @@ __all__ = [
     "bench_deployment",
     "check_backend",
     "choose_path",
+    "compile_kernels",
     "fence",
     "format_results",
     "is_fall_off",
     "load_layer",
+    "missing_kernels",
     "plan_bundle",
     "plan_layout",
     "preset",

@@ -58,6 +58,7 @@ class Deployment:
     batch_invariant: a row's bits do not depend on its batch mates; forbids auto.
     num_compute_units: compute units of the device (gfx950's gate asks for 256 in 8 XCDs).
     gfx950_emulated: the emulated profile of gfx950, which accepts any validated shape.
+    gfx950_kernels: folder of kernels compiled ahead of time; empty: they are compiled at first use.
     """
 
     shape: MoeShape
@@ -76,6 +77,7 @@ class Deployment:
     batch_invariant: bool = False
     num_compute_units: int = 256
     gfx950_emulated: bool = False
+    gfx950_kernels: str = ""
 
     def __post_init__(self) -> None:
         capacity = self.max_tokens_per_rank

@@ -1,4 +1,4 @@
-"""`megamoe serve | plan | bench | doctor | demo`: the command line of the service.
+"""`megamoe serve | plan | bench | compile | doctor | demo`: the command line of the service.
 
 Owns: what is printed. Settings come from service.config alone; every command takes the same ones.
 """
@@ -101,6 +101,26 @@ def bench(
             num_calls=calls,
             as_deployed=as_deployed,
         )
+
+
+@app.command("compile")
+@with_config_options
+def compile_command(
+    config: ServiceConfig,
+    out: Annotated[Path, typer.Option(help="folder to fill, for --gfx950-kernels")],
+    check: Annotated[
+        bool, typer.Option("--check", help="compile nothing; name every kernel that it lacks")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="compiling processes, 400 MB each; 0 = one a core")] = 0,
+) -> None:
+    """Every gfx950 kernel of a deployment as a code object, without a GPU; with --check, whether a folder has them."""
+    from service.cli_compile import print_compiled, print_missing
+
+    with _told():
+        if check and not print_missing(config, out):
+            raise typer.Exit(1)
+        if not check:
+            print_compiled(config, out, jobs)
 
 
 @app.command()

@@ -59,7 +59,7 @@ PROFILES: dict[str, dict[str, Any]] = {
     "emulated": {
         "shape": "demo",
         "backend": "gfx950",
-        "gfx950_emulated": True,
+        "device": "emulated",
         "max_tokens_per_rank": 64,
         "fixed_slot_max": 32,
         "small_m_capacities": (8, 16),
@@ -97,7 +97,12 @@ class ServiceConfig(BaseModel):
     )
     combine_row_format: RowFormat = Field(RowFormat.BF16, description="bf16, fp8 or auto")
     batch_invariant: bool = Field(False, description="a row's bits do not depend on its batch mates")
-    gfx950_emulated: bool = Field(False, description="gfx950 code on the CPU emulator")
+    device: Literal["real", "emulated"] = Field(
+        "real", description="what backend gfx950 runs on: real, or emulated on a CPU"
+    )
+    gfx950_kernels: str = Field(
+        "", description="folder that `megamoe compile` filled; empty = kernels are compiled at first use"
+    )
 
     checkpoint: str = Field(
         "",
@@ -192,7 +197,8 @@ class ServiceConfig(BaseModel):
             max_step_rows=self.max_step_rows,
             combine_row_format=self.combine_row_format,
             batch_invariant=self.batch_invariant,
-            gfx950_emulated=self.gfx950_emulated,
+            gfx950_emulated=self.device == "emulated",
+            gfx950_kernels=str(Path(self.gfx950_kernels).absolute()) if self.gfx950_kernels else "",
         )
 
     @cached_property

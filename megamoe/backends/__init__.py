@@ -7,9 +7,10 @@ are imported inside their backend's folder, when the backend is first opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path as FilePath
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +85,18 @@ class Backend(Protocol):
         """Release device memory, unlink what this rank created. Safe to call twice."""
 
 
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel of a shipped folder. seconds: spent on it, 0 where it was there."""
+
+    title: str
+    seconds: float
+    num_vgprs: int
+    lds_bytes: int
+    num_done: int
+    num_kernels: int
+
+
 Opener = Callable[..., Backend]
 
 
@@ -109,6 +122,30 @@ def check_backend(bundle: Bundle) -> None:
     check: Callable[[Bundle], None] | None = getattr(_module(bundle.deployment.backend), "check", None)
     if check is not None:
         check(bundle)
+
+
+def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
+    """Bring every kernel of a deployment into a folder to ship, `num_jobs` at a time (0: one a core), and tell of each.
+
+    Raises ConfigError: a backend that compiles at first use only, no compiler, a folder that cannot be written.
+    """
+    kernels: Iterator[CompiledKernel] = _tool(bundle, "compile_kernels")(bundle, folder, num_jobs=num_jobs)
+    return kernels
+
+
+def missing_kernels(bundle: Bundle, folder: FilePath) -> list[str]:
+    """Every kernel that a deployment would need and a shipped folder lacks or holds damaged, with the reason."""
+    lacking: list[str] = _tool(bundle, "missing_kernels")(bundle, folder)
+    return lacking
+
+
+def _tool(bundle: Bundle, name: str) -> Any:
+    """A function that a backend may have beside its `open_backend`. Raises ConfigError where it has none."""
+    backend = bundle.deployment.backend
+    tool = getattr(_module(backend), name, None)
+    if tool is None:
+        raise ConfigError(must_be("backend", f"one with {name} (gfx950)", repr(backend)))
+    return tool
 
 
 def _module(name: str) -> Any:

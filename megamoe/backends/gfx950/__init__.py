@@ -9,12 +9,15 @@ Nothing here imports FlyDSL, MORI or ROCm before it is needed: FlyDSL when a ker
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamoe.bundle import Bundle
 from megamoe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megamoe.backends import CompiledKernel
     from megamoe.backends.gfx950.backend import Gfx950Backend
 
 
@@ -27,6 +30,20 @@ def check(bundle: Bundle) -> None:
     check_served(bundle.deployment)
     if not bundle.deployment.gfx950_emulated and not (torch.version.hip and torch.cuda.is_available()):
         raise ConfigError("backend gfx950 needs a ROCm build of torch and a GPU (got: no ROCm device)")
+
+
+def compile_kernels(bundle: Bundle, folder: Path, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
+    """See megamoe.backends.compile_kernels."""
+    from megamoe.backends.gfx950 import compile_ahead as ahead
+
+    return ahead.compile_kernels(bundle, folder, num_jobs=num_jobs)
+
+
+def missing_kernels(bundle: Bundle, folder: Path) -> list[str]:
+    """See megamoe.backends.missing_kernels."""
+    from megamoe.backends.gfx950 import compile_ahead as ahead
+
+    return ahead.missing_kernels(bundle, folder)
 
 
 def open_backend(

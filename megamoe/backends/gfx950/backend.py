@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from megamoe.backends import Launch
-from megamoe.backends.gfx950.build import Code, load_or_compile
+from megamoe.backends.gfx950.build import Code
 from megamoe.backends.gfx950.device import Device, DeviceStuckError, Graph
 from megamoe.backends.gfx950.expert import expert_rows
 from megamoe.backends.gfx950.launches import BoundLayer, PackedMemory, RankLaunches, abort_spec
@@ -271,7 +271,7 @@ class Gfx950Backend:
             return
         if call is None:  # it raised before the kernels were told which launch this is
             self.launches.begin(launch, MoeBatch.empty(self.bundle.shape), 1)
-        self.launches.close(load_or_compile(abort_spec(self.bundle.shape)))
+        self.launches.close(self.launches.load(abort_spec(self.bundle.shape)))
         self.device.stream.synchronize(_GRACE_S)
 
     def _running(self) -> _Call:

@@ -2,8 +2,9 @@
 
 FlyDSL's cache key holds digests of native libraries, so what is compiled here would miss on a ROCm machine; ours holds
 what shapes the code: kernel sources, constants, FlyDSL's version. The cache lies under `~/.cache/megamoe` (or
-`XDG_CACHE_HOME`). FlyDSL wants `ld.lld` (LLVM 17 or newer) under ROCM_PATH; without ROCm the one in the package
-`ziglang` is used.
+`XDG_CACHE_HOME`); it may be read-only once it has what is asked for, and a damaged file in it is compiled again. What
+`compile_ahead` has put into a folder to ship is loaded from there without FlyDSL, checked against its manifest, and
+never compiled. FlyDSL wants `ld.lld` (LLVM 17 or newer) under ROCM_PATH; without ROCm that of `ziglang` is used.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from megamoe.backends.gfx950.emulator.code_object import CodeObject, Kernel
-from megamoe.errors import ConfigError
+from megamoe.backends.gfx950.emulator.errors import CodeObjectError
+from megamoe.errors import ConfigError, must_be
 
+FLYDSL = "0.5.0"
+"""The release that kernels are written for; another one may give other code, or none."""
+MANIFEST = "manifest.json"
 _KERNELS = Path(__file__).parent / "kernels"
 _lock = threading.Lock()
 
@@ -52,15 +58,28 @@ class KernelSpec:
     @property
     def key(self) -> str:
         """Digest of everything that shapes the code."""
-        digest = hashlib.sha256(f"{self.name} {self.constants} {_version()} {_SETTINGS}".encode())
+        digest = hashlib.sha256(f"{self.name} {self.constants} {FLYDSL} {_SETTINGS}".encode())
         for path in _sources():
             digest.update(path.read_bytes())
         return digest.hexdigest()[:24]
 
+    @property
+    def file(self) -> str:
+        """Name of its code object, in the cache and in a folder that is shipped."""
+        return f"{self.name}-{self.key}.hsaco"
+
+    @property
+    def title(self) -> str:
+        """Name and constants, for people."""
+        return " ".join([self.name, *(f"{name.lower()}={value}" for name, value in self.constants)])
+
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled kernel. code: the HSACO bytes, loadable by HIP and by the emulator alike."""
+    """A compiled kernel. code: the HSACO bytes, loadable by HIP and by the emulator alike.
+
+    Raises CodeObjectError, when `kernel` is asked for, if they are not those of this one kernel.
+    """
 
     spec: KernelSpec
     code: bytes = field(repr=False)
@@ -68,8 +87,13 @@ class Code:
     @cached_property
     def kernel(self) -> Kernel:
         """Its metadata and instructions: registers, spills, LDS, arguments."""
-        (kernel,) = CodeObject(self.code).kernels.values()
-        return kernel
+        kernels = list(CodeObject(self.code).kernels.values())
+        if len(kernels) != 1 or not kernels[0].name.startswith(f"{self.spec.name}_kernel"):
+            found = ", ".join(kernel.name for kernel in kernels)
+            raise CodeObjectError(
+                must_be("kernel of the code object", f"{self.spec.name}_kernel alone", found)
+            )
+        return kernels[0]
 
 
 @cache
@@ -77,14 +101,16 @@ def _sources() -> tuple[Path, ...]:
     return (*sorted(_KERNELS.glob("*.py")), Path(__file__).with_name("record.py"))
 
 
-@cache
-def _version() -> str:
+def _check_version() -> None:
     try:
-        return importlib.metadata.version("flydsl")
+        version = importlib.metadata.version("flydsl")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            "backend gfx950 needs the package flydsl: install megamoe[gfx950] (got: not installed)"
+            "backend gfx950 needs the package flydsl: install megamoe[gfx950], or ship kernels of `megamoe compile` "
+            "(got: not installed)"
         ) from None
+    if version != FLYDSL:
+        raise ConfigError(must_be("version of flydsl", FLYDSL, version))
 
 
 def cache_folder() -> Path:
@@ -97,23 +123,78 @@ def cache_folder() -> Path:
 def load_or_compile(spec: KernelSpec, folder: Path | None = None) -> Code:
     """The code of a kernel, compiled now if the cache does not hold it; the same object each time in a process.
 
-    Raises ConfigError without FlyDSL or a linker.
+    Raises ConfigError without FlyDSL or a linker, or for a cache that cannot be written and lacks the kernel.
     """
     folder = folder or cache_folder()
-    target = folder / f"{spec.name}-{spec.key}.hsaco"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        code = _compile(spec)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
-            out.write(code)
-        Path(out.name).replace(target)
-    return Code(spec, target.read_bytes())
+    code = _kept(spec, folder)
+    if code is None:
+        code = Code(spec, _compile(spec))
+        write_whole(folder / spec.file, code.code)
+    return code
+
+
+def _kept(spec: KernelSpec, folder: Path) -> Code | None:
+    """What a folder has of a kernel; None where it has nothing, or a file that is damaged."""
+    try:
+        code = Code(spec, (folder / spec.file).read_bytes())
+        return code if code.kernel else None
+    except (OSError, CodeObjectError):
+        return None
+
+
+def write_whole(path: Path, data: bytes, *, executable: bool = False) -> None:
+    """Write a file so that others see all of it or none. Raises ConfigError naming a folder that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as out:
+            out.write(data)
+        Path(out.name).chmod(0o755 if executable else 0o644)
+        Path(out.name).replace(path)
+    except OSError as error:
+        raise ConfigError(must_be(f"folder {path.parent}", "one that can be written", error)) from error
 
 
 def missing(specs: Mapping[str, KernelSpec], folder: Path | None = None) -> list[str]:
-    """Names of the kernels that the cache lacks."""
+    """Names of the kernels that a folder (default: the cache) lacks or holds damaged."""
     folder = folder or cache_folder()
-    return [name for name, spec in specs.items() if not (folder / f"{spec.name}-{spec.key}.hsaco").exists()]
+    return [name for name, spec in specs.items() if _kept(spec, folder) is None]
+
+
+@lru_cache
+def shipped(spec: KernelSpec, folder: Path) -> Code:
+    """The code of a kernel from a folder that `compile_ahead` filled. Needs no FlyDSL.
+
+    Raises ConfigError naming the kernel or file that is missing, or that is not as the manifest says.
+    """
+    entries = manifest(folder)
+    if spec.file not in entries:
+        raise ConfigError(
+            must_be(f"kernels of {folder}", f"with {spec.title} (megamoe compile)", "none of it")
+        )
+    path = folder / spec.file
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(must_be(f"kernel {path}", "readable", error)) from error
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != entries[spec.file]["sha256"]:
+        raise ConfigError(must_be(f"sha256 of {path}", entries[spec.file]["sha256"], digest))
+    return Code(spec, data)
+
+
+def manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """A shipped folder's kernels by file name. Raises ConfigError for one that is missing or damaged."""
+    path = folder / MANIFEST
+    try:
+        read = json.loads(path.read_text())
+        entries = {str(one["file"]): {**one, "sha256": str(one["sha256"])} for one in read["kernels"]}
+        target = read["target"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        wanted = "the manifest of a folder that `megamoe compile` has filled"
+        raise ConfigError(must_be(str(path), wanted, f"{type(error).__name__}: {error}")) from error
+    if target != "gfx950":
+        raise ConfigError(must_be(f"target of {path}", "gfx950", repr(target)))
+    return entries
 
 
 @cache
@@ -132,17 +213,13 @@ def _linker_folder() -> str:
     linker = cache_folder() / "rocm" / "llvm" / "bin" / "ld.lld"
     text = f'#!/bin/sh\nexec "{sys.executable}" -m ziglang ld.lld "$@"\n'
     if not linker.exists() or linker.read_text() != text:
-        linker.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=linker.parent, delete=False) as out:
-            out.write(text)
-        Path(out.name).chmod(0o755)
-        Path(out.name).replace(linker)
+        write_whole(linker, text.encode(), executable=True)
     return str(cache_folder() / "rocm")
 
 
 def _compile(spec: KernelSpec) -> bytes:
     with _lock:
-        _version()
+        _check_version()
         _prepare()
         module = importlib.import_module(f"megamoe.backends.gfx950.kernels.{spec.name}")
         launch = module.compile_kernel

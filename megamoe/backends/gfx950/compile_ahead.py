@@ -1,28 +1,50 @@
-"""Compile a deployment's kernels ahead of time, or check that the cache has them all.
+"""Compile every kernel of a deployment into a folder to ship, and say which kernels a folder lacks.
 
-`python -m megamoe.backends.gfx950.compile_ahead --shape deepseek-v4-pro` compiles what sub-steps of that deployment can
-launch; with `--check` nothing is compiled and the exit status is 1 if a kernel is missing. `--folder` names a cache to
-ship; code objects depend on kernel sources, constants and FlyDSL's version only, not on the machine.
+The folder holds a code object a kernel and `manifest.json`, which names each one's constants, registers and digest.
+Code objects depend on kernel sources, constants and FlyDSL's version only, not on the machine; no GPU is needed. A
+folder may serve several deployments: what is there is kept, what is missing is added.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain
 from pathlib import Path as FilePath
+from typing import Any
 
-from megamoe.backends.gfx950.build import KernelSpec, load_or_compile, missing
+from megamoe.backends import CompiledKernel
+from megamoe.backends.gfx950.build import (
+    FLYDSL,
+    MANIFEST,
+    Code,
+    KernelSpec,
+    load_or_compile,
+    manifest,
+    missing,
+    shipped,
+    write_whole,
+)
 from megamoe.backends.gfx950.launches import alone_specs, kernel_specs
 from megamoe.backends.gfx950.plan import plan_launch, rows_bucket
-from megamoe.bundle import Bundle, Deployment, Path, RowFormat, plan_bundle
+from megamoe.bundle import Bundle, Path, RowFormat
+from megamoe.errors import ConfigError
 from megamoe.layout import plan_layout
-from megamoe.shape import PRESETS, preset
 
 BUILT = (Path.FIXED_SLOT, Path.COMPACT)
 _ANY_COMPUTE_UNITS = 256
 """Grids depend on them, kernels do not."""
+_PR_SET_PDEATHSIG = 1
+_MOST_JOBS = 16
+"""A compiling process takes about 400 MB."""
 
 
 def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpec]:
@@ -30,8 +52,7 @@ def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpe
     layout = plan_layout(bundle)
     fp8 = bundle.deployment.combine_row_format is RowFormat.FP8
     tile = plan_launch(bundle.shape, 1, _ANY_COMPUTE_UNITS).block_m
-    found = alone_specs(layout, block_m=tile, fp8=fp8)
-    specs = {f"{spec.name} {dict(spec.constants)}": spec for spec in found.values()}
+    found = list(alone_specs(layout, block_m=tile, fp8=fp8).values())
     for path in BUILT:
         capacity = max(bundle.capacities(path), default=0)
         buckets = {rows_bucket(1 << power) for power in range(capacity.bit_length())}
@@ -39,7 +60,7 @@ def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpe
         for block_m in sorted(tiles):
             for quantized in (False, True):
                 for alone in (False, True) if identity else (False,):
-                    found = kernel_specs(
+                    specs = kernel_specs(
                         layout,
                         block_m=block_m,
                         compact=path is Path.COMPACT,
@@ -47,53 +68,93 @@ def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpe
                         fp8=fp8,
                         identity=alone,
                     )
-                    specs |= {f"{spec.name} {dict(spec.constants)}": spec for spec in found.values()}
-    return specs
+                    found += specs.values()
+    return {spec.title: spec for spec in found}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, or with --check only look; 1 if a kernel is missing."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(PRESETS), default="deepseek-v4-pro")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--max-tokens-per-rank", type=int, default=8192)
-    parser.add_argument("--fixed-slot-max", type=int, default=255)
-    parser.add_argument("--row-format", choices=("bf16", "fp8"), default="bf16")
-    parser.add_argument(
-        "--emulated", action="store_true", help="the emulated profile, which accepts any shape"
-    )
-    parser.add_argument("--folder", type=FilePath, default=None, help="cache folder (default: the user's)")
-    parser.add_argument(
-        "--check", action="store_true", help="compile nothing, fail on any kernel that is missing"
-    )
-    options = parser.parse_args(arguments)
-    bundle = plan_bundle(
-        Deployment(
-            shape=preset(options.shape).with_ranks(options.ranks),
-            backend="gfx950",
-            max_tokens_per_rank=options.max_tokens_per_rank,
-            fixed_slot_max=options.fixed_slot_max,
-            combine_row_format=RowFormat(options.row_format),
-            gfx950_emulated=options.emulated,
-        )
-    )
+def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
+    """Bring every kernel of a deployment into `folder`, several at a time (0: a process a core), and yield them as they
+    come; the manifest is written last.
+
+    Raises ConfigError (no FlyDSL or linker, a folder that cannot be written, a compiler that died).
+    """
     specs = kernels_of(bundle)
-    if options.check:
-        lacking = missing(specs, options.folder)
-        for name in lacking:
-            print(f"missing: {name}")
-        print(f"{len(specs) - len(lacking)} of {len(specs)} kernels are there")
-        return 1 if lacking else 0
-    for name, spec in specs.items():
-        started = time.perf_counter()
-        kernel = load_or_compile(spec, options.folder).kernel
-        spent = time.perf_counter() - started
-        print(
-            f"{spent:5.1f} s  {kernel.descriptor.num_vgprs:3d} VGPR  {kernel.lds_bytes:6d} B LDS  {name}",
-            flush=True,
+    todo = {title: specs[title] for title in missing(specs, folder)}
+    found = ((load_or_compile(spec, folder), 0.0) for title, spec in specs.items() if title not in todo)
+    made = _compile_all(list(todo.values()), folder, num_jobs or len(os.sched_getaffinity(0)))
+    for num_done, (code, seconds) in enumerate(chain(found, made), 1):
+        yield CompiledKernel(
+            title=code.spec.title,
+            seconds=seconds,
+            num_vgprs=code.kernel.descriptor.num_vgprs,
+            lds_bytes=code.kernel.lds_bytes,
+            num_done=num_done,
+            num_kernels=len(specs),
         )
-    return 0
+    _write_manifest(folder, specs)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _compile_all(specs: list[KernelSpec], folder: FilePath, num_jobs: int) -> Iterator[tuple[Code, float]]:
+    num_jobs = min(num_jobs, len(specs), _MOST_JOBS)
+    if num_jobs < 2:
+        yield from (_compile_one(spec, folder) for spec in specs)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_jobs, context, _die_with, (os.getpid(),))
+    try:
+        futures = [pool.submit(_compile_one, spec, folder) for spec in specs]
+        yield from (future.result() for future in as_completed(futures))
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            f"compiling processes must live: is there memory for {num_jobs} of 400 MB? (got: {error})"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile_one(spec: KernelSpec, folder: FilePath) -> tuple[Code, float]:
+    started = time.perf_counter()
+    code = load_or_compile(spec, folder)
+    return Code(spec, code.code), time.perf_counter() - started
+
+
+def _die_with(parent_pid: int) -> None:
+    """Processes of a command that was killed would wait for their next kernel for ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def missing_kernels(bundle: Bundle, folder: FilePath) -> list[str]:
+    """What a deployment would need and a shipped folder lacks, or holds other than its manifest says, each with why."""
+    lacking = []
+    for spec in kernels_of(bundle).values():
+        try:
+            shipped(spec, folder)
+        except ConfigError as error:
+            lacking.append(f"{spec.title}: {error}")
+    return lacking
+
+
+def _write_manifest(folder: FilePath, specs: dict[str, KernelSpec]) -> None:
+    """Entries of other deployments stay as long as their files do."""
+    try:
+        entries = {name: one for name, one in manifest(folder).items() if (folder / name).exists()}
+    except ConfigError:
+        entries = {}
+    entries |= {spec.file: _entry(load_or_compile(spec, folder)) for spec in specs.values()}
+    whole = {"target": "gfx950", "flydsl": FLYDSL, "kernels": [entries[name] for name in sorted(entries)]}
+    write_whole(folder / MANIFEST, (json.dumps(whole, indent=1) + "\n").encode())
+
+
+def _entry(code: Code) -> dict[str, Any]:
+    kernel = code.kernel
+    return {
+        "file": code.spec.file,
+        "sha256": hashlib.sha256(code.code).hexdigest(),
+        "kernel": kernel.name,
+        "constants": dict(code.spec.constants),
+        "vgprs": kernel.descriptor.num_vgprs,
+        "spills": sum(kernel.spills),
+        "lds_bytes": kernel.lds_bytes,
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from megamoe import mx
-from megamoe.backends.gfx950.build import load_or_compile
 from megamoe.backends.gfx950.launches import PackedMemory, RankLaunches, alone_specs
 from megamoe.backends.gfx950.plan import plan_launch
 from megamoe.backends.gfx950.record import NUM_WORDS, Word
@@ -50,12 +49,12 @@ def expert_rows(
     control.write(torch.tensor(words, dtype=torch.int64))
     tables = [launches.experts.address, launches.row_table.address]
     device.stream.launch(
-        load_or_compile(specs["gemm1"]), plan.gemm1_groups, plan.gemm_threads,
+        launches.load(specs["gemm1"]), plan.gemm1_groups, plan.gemm_threads,
         [control.address, launches.rows.address, *tables, w13.codes.address, w13.scales.address, launches.inner.address,
          plan.gemm1_groups],
     )  # fmt: skip
     device.stream.launch(
-        load_or_compile(specs["gemm2"]), plan.gemm2_groups, plan.gemm_threads,
+        launches.load(specs["gemm2"]), plan.gemm2_groups, plan.gemm_threads,
         [control.address, bases.address, *tables, w2.codes.address, w2.scales.address, launches.inner.address,
          device.rank, plan.gemm2_groups],
     )  # fmt: skip

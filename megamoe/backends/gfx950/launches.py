@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 
 import torch
 
 from megamoe.backends import Launch
-from megamoe.backends.gfx950.build import Code, KernelSpec, load_or_compile
+from megamoe.backends.gfx950.build import Code, KernelSpec, load_or_compile, shipped
 from megamoe.backends.gfx950.device import Device, Memory
 from megamoe.backends.gfx950.plan import LaunchPlan, inner_bytes
 from megamoe.backends.gfx950.record import FIRST_STATUS, INFO_ERROR, LAST_STATUS, NUM_WORDS, Word
@@ -173,13 +174,18 @@ class RankLaunches:
 
     # ------------------------------------------------------------------------------------------- launches
 
+    def load(self, spec: KernelSpec) -> Code:
+        """A kernel: from the deployment's folder of shipped ones, else from the cache, compiled if it is not there."""
+        folder = self.layout.bundle.deployment.gfx950_kernels
+        return shipped(spec, FilePath(folder)) if folder else load_or_compile(spec)
+
     def codes(self, plan: LaunchPlan, path: Path, *, quantized: bool, identity: bool) -> dict[str, Code]:
         """The compiled kernels of a sub-step."""
         specs = kernel_specs(
             self.layout, block_m=plan.block_m, compact=path is Path.COMPACT, quantized=quantized, fp8=self.fp8,
             identity=identity,
         )  # fmt: skip
-        return {stage: load_or_compile(spec) for stage, spec in specs.items()}
+        return {stage: self.load(spec) for stage, spec in specs.items()}
 
     def quantize(self, code: Code, plan: LaunchPlan) -> None:
         groups = plan.quantize_groups
