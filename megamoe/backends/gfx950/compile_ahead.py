@@ -100,7 +100,7 @@ def _compile_all(specs: list[KernelSpec], folder: FilePath, num_jobs: int) -> It
         yield from (_compile_one(spec, folder) for spec in specs)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_jobs, context, _die_with, (os.getpid(),))
+    pool = ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_die_with, initargs=(os.getpid(),))
     try:
         futures = [pool.submit(_compile_one, spec, folder) for spec in specs]
         yield from (future.result() for future in as_completed(futures))
