@@ -8,13 +8,15 @@ says that who started the ranks is nothing it could see.
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from service.client import AsyncMoeGroup
 from tests.e2e.harness import ServiceProcess, gone, running
+from tests.e2e.load_generator import LoadGenerator
 
 # The oracle's threads must not take the cores that eight ranks need.
 torch.set_num_threads(1)
@@ -51,3 +53,17 @@ async def group(running_service: ServiceProcess) -> AsyncIterator[AsyncMoeGroup]
     """All ranks leased."""
     async with AsyncMoeGroup.connect(running_service.front, holder="test") as connected:
         yield connected
+
+
+@pytest.fixture
+def start_loadgen() -> Iterator[Callable[..., LoadGenerator]]:
+    """Starts load generators: (service, folder of the report, options); none outlives its test."""
+    started: list[LoadGenerator] = []
+
+    def start(service: ServiceProcess, out: Path, *options: str) -> LoadGenerator:
+        started.append(LoadGenerator(service, out, *options))
+        return started[-1]
+
+    yield start
+    for generator in started:
+        generator.kill()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 
 import pytest
@@ -27,7 +27,7 @@ from tests.e2e.harness import (
     scrape,
     works,
 )
-from tests.e2e.test_loadgen import LoadGenerator
+from tests.e2e.load_generator import LoadGenerator
 
 COUNTS = [3, 0, 1, 0, 0, 2, 0, 4]
 
@@ -141,9 +141,12 @@ async def test_a_killed_rank_fails_callers_and_the_group_comes_back(breakable: S
         assert (await rank.info()).policy == newest
 
 
-def test_a_load_generator_outlives_a_restart(breakable: ServiceProcess, tmp_path: FilePath) -> None:
+@pytest.mark.parametrize("launcher", ["ray"], indirect=True, scope="session")
+def test_a_load_generator_outlives_a_restart(
+    breakable: ServiceProcess, start_loadgen: Callable[..., LoadGenerator], tmp_path: FilePath
+) -> None:
     """It leases the new group and tries the step in flight again: no request fails, and the report tells of it."""
-    generator = LoadGenerator(breakable, tmp_path, "--duration", "14")
+    generator = start_loadgen(breakable, tmp_path, "--duration", "12")
     generator.wait_for("profile", 90)
     os.kill(breakable.rank_pids[5], signal.SIGKILL)
     status, report = generator.end(120)

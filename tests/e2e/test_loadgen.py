@@ -3,87 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
-import re
 import signal
-import subprocess
-import sys
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.client import AsyncFront, Front
-from tests.e2e.harness import ROOT, ServiceProcess, scrape
+from tests.e2e.harness import ServiceProcess, scrape
+from tests.e2e.load_generator import LoadGenerator
 
-SHORT = ("--concurrency", "6", "--warmup-requests", "1", "--token-scale", "0.004", "--grace-period", "3")
+Start = Callable[..., LoadGenerator]
 PATHS = ("small_m", "fixed_slot", "large_m", "compact")
 
-
-class LoadGenerator:
-    """The command as a process; its lines can be waited for."""
-
-    def __init__(self, service: ServiceProcess, out: Path, *options: str) -> None:
-        self.out = out
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "loadgen.cli",
-                "--target",
-                service.front,
-                "--out",
-                str(out),
-                *SHORT,
-                *options,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"},
-            cwd=ROOT,
-        )
-        self.lines: list[str] = []
-        self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self.lines.append(line.rstrip())
-                self._queue.put(line)
-
-    def wait_for(self, pattern: str, timeout_s: float) -> None:
-        """Until it prints a line that begins like this."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            try:
-                if re.match(pattern, self._queue.get(timeout=0.2)):
-                    return
-            except queue.Empty:
-                assert self.process.poll() is None, self.text
-        raise AssertionError(f"no line {pattern!r} within {timeout_s} s:\n{self.text}")
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    def end(self, timeout_s: float = 120.0) -> tuple[int, dict[str, Any]]:
-        """(exit status, report)."""
-        try:
-            status = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(f"the load generator did not end:\n{self.text}") from None
-        self._reader.join(5)
-        assert (self.out / "report.json").exists(), self.text
-        return status, json.loads((self.out / "report.json").read_text())
-
+# Requests that last longer than the time that a cancelled run grants them.
+LONG = ("--token-scale", "0.1", "--grace-period", "0.5")
 
 # Who started the ranks is nothing that a load generator could see: once is enough for most of these.
 one_launcher = pytest.mark.parametrize("launcher", ["local"], indirect=True, scope="session")
@@ -100,11 +34,13 @@ def counted(addresses: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     return calls, paths
 
 
-def test_a_run_reports_what_the_service_counted(running_service: ServiceProcess, tmp_path: Path) -> None:
+def test_a_run_reports_what_the_service_counted(
+    running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
+) -> None:
     with Front(running_service.front) as front:
         info = front.info()
     calls_before, paths_before = counted(info.metrics_addresses)
-    status, report = (generator := LoadGenerator(running_service, tmp_path, "--duration", "6")).end()
+    status, report = (generator := start_loadgen(running_service, tmp_path, "--duration", "6")).end()
     assert status == 0, generator.text
     calls, paths = counted(info.metrics_addresses)
     assert report["calls"] == calls - calls_before == report["layers"] * report["steps"]["executed"] > 0
@@ -138,11 +74,11 @@ def test_a_run_reports_what_the_service_counted(running_service: ServiceProcess,
 
 @one_launcher
 def test_micro_batches_and_draft_passes_are_served_too(
-    running_service: ServiceProcess, tmp_path: Path
+    running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
 ) -> None:
     """Two plans in flight at once, and the draft model's passes: more calls than layers times steps, all counted."""
     options = ("--duration", "5", "--micro-batches", "2", "--draft-moe-layers", "1")
-    status, report = (generator := LoadGenerator(running_service, tmp_path, *options)).end()
+    status, report = (generator := start_loadgen(running_service, tmp_path, *options)).end()
     assert status == 0, generator.text
     assert report["requests"]["failed"] == 0
     assert report["requests"]["completed"] > 5
@@ -154,22 +90,26 @@ def test_micro_batches_and_draft_passes_are_served_too(
 
 
 @one_launcher
-def test_ctrl_c_leaves_a_report_and_the_lease(running_service: ServiceProcess, tmp_path: Path) -> None:
-    generator = LoadGenerator(running_service, tmp_path / "first", "--duration", "600")
-    generator.wait_for(r"profile .*, (?![01] )\d+ in flight", 90)
+def test_ctrl_c_leaves_a_report_and_the_lease(
+    running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
+) -> None:
+    generator = start_loadgen(running_service, tmp_path / "first", "--duration", "600", *LONG)
+    generator.wait_for(r"profile .*, (?!0 )\d+ in flight", 90)
     generator.process.send_signal(signal.SIGINT)
     status, report = generator.end(30)
     assert status == 130, generator.text
     assert report["run_cancelled"] is True
     assert report["service_steps_match"] is True
     assert report["request_accounting"]["profile"]["cancelled"] > 0
-    status, report = LoadGenerator(running_service, tmp_path / "second", "--duration", "1").end()
+    status, report = start_loadgen(running_service, tmp_path / "second", "--duration", "1").end()
     assert status == 0, "the lease must be free at once"
     assert report["service_steps_match"] is True
 
 
-async def test_a_service_that_refuses_fails_the_run(running_service: ServiceProcess, tmp_path: Path) -> None:
-    generator = LoadGenerator(running_service, tmp_path, "--duration", "600")
+async def test_a_service_that_refuses_fails_the_run(
+    running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
+) -> None:
+    generator = start_loadgen(running_service, tmp_path, "--duration", "600")
     generator.wait_for("profile", 90)
     async with AsyncFront(running_service.front) as front:
         await front.drain()
@@ -186,9 +126,11 @@ async def test_a_service_that_refuses_fails_the_run(running_service: ServiceProc
 
 
 @one_launcher
-def test_fixed_rows_with_drifting_routes(running_service: ServiceProcess, tmp_path: Path) -> None:
+def test_fixed_rows_with_drifting_routes(
+    running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
+) -> None:
     options = ("--scenario", "fixed", "--rows", "24", "--routing", "drift", "--duration", "3")
-    status, report = (generator := LoadGenerator(running_service, tmp_path, *options)).end()
+    status, report = (generator := start_loadgen(running_service, tmp_path, *options)).end()
     assert status == 0, generator.text
     assert report["service_steps_match"] is True
     assert report["routing"] == "drift"
