@@ -17,7 +17,7 @@ Start = Callable[..., LoadGenerator]
 PATHS = ("small_m", "fixed_slot", "large_m", "compact")
 
 # Requests that last longer than the time that a cancelled run grants them.
-LONG = ("--token-scale", "0.1", "--grace-period", "0.5")
+LONG = ("--warmup-requests", "0", "--token-scale", "0.1", "--grace-period", "0.5")
 
 # Who started the ranks is nothing that a load generator could see: once is enough for most of these.
 one_launcher = pytest.mark.parametrize("launcher", ["local"], indirect=True, scope="session")
