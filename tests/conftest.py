@@ -19,6 +19,14 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-launcher",
+        action="store_true",
+        help="run end-to-end tests marked one_launcher with both launchers all the same",
+    )
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Provide what the chosen tests name with `needs_tool`; who fails to get one says so again in its test."""
     if session.config.option.collectonly:

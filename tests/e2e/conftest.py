@@ -1,8 +1,9 @@
 """One running service a launcher for all tests that do not break it: demo profile, real processes and sockets.
 
 Every test of this folder that takes `running_service`, `group` or `launcher` runs twice: with the launcher that
-`megamoe serve` uses by default, a real Ray cluster of its own, and with the one that needs no Ray; except where a test
-says that who started the ranks is nothing it could see.
+`megamoe serve` uses by default, a real Ray cluster of its own, and with the one that needs no Ray. A test whose mark
+`one_launcher` says that who started the ranks is nothing it could see runs with that one, or with both when pytest is
+called with `--every-launcher`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,21 @@ from tests.e2e.load_generator import LoadGenerator
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def is_repeat(item: pytest.Item) -> bool:
+    """Whether a test is meant for the other launcher."""
+    mark = item.get_closest_marker("one_launcher")
+    callspec = getattr(item, "callspec", None)
+    return mark is not None and callspec is not None and callspec.params["launcher"] != mark.args[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/e2e/" in str(item.path):
             item.add_marker(pytest.mark.e2e)
+    if not config.option.every_launcher:
+        repeats = [item for item in items if is_repeat(item)]
+        config.hook.pytest_deselected(items=repeats)
+        items[:] = [item for item in items if not is_repeat(item)]
 
 
 @pytest.fixture(scope="session", params=["local", "ray"])

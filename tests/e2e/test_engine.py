@@ -87,7 +87,7 @@ def serving(service: ServiceProcess, folder: Path) -> Iterator[str]:
 
 
 # Who started the ranks is nothing that a client of the engine could see: once is enough.
-@pytest.mark.parametrize("launcher", ["local"], indirect=True, scope="session")
+@pytest.mark.one_launcher("local")
 @pytest.mark.needs_tool("aiperf")
 def test_aiperf_drives_the_engine_without_errors(
     running_service: ServiceProcess, aiperf: Path, tmp_path: Path

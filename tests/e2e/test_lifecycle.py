@@ -141,7 +141,7 @@ async def test_a_killed_rank_fails_callers_and_the_group_comes_back(breakable: S
         assert (await rank.info()).policy == newest
 
 
-@pytest.mark.parametrize("launcher", ["ray"], indirect=True, scope="session")
+@pytest.mark.one_launcher("ray")
 def test_a_load_generator_outlives_a_restart(
     breakable: ServiceProcess, start_loadgen: Callable[..., LoadGenerator], tmp_path: FilePath
 ) -> None:

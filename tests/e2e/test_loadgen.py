@@ -19,9 +19,6 @@ PATHS = ("small_m", "fixed_slot", "large_m", "compact")
 # So many lanes that some request is in flight at any moment, and no time for it to end in.
 CROWDED = ("--concurrency", "24", "--warmup-requests", "0", "--grace-period", "0")
 
-# Who started the ranks is nothing that a load generator could see: once is enough for most of these.
-one_launcher = pytest.mark.parametrize("launcher", ["local"], indirect=True, scope="session")
-
 
 def counted(addresses: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """(layer calls of the group, sub-steps by path) on rank 0's page."""
@@ -72,7 +69,7 @@ def test_a_run_reports_what_the_service_counted(
     assert "count the same steps: yes" in generator.text
 
 
-@one_launcher
+@pytest.mark.one_launcher("local")
 def test_micro_batches_and_draft_passes_are_served_too(
     running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
 ) -> None:
@@ -89,7 +86,7 @@ def test_micro_batches_and_draft_passes_are_served_too(
     assert passes > 1.0  # a second micro-batch is another call a layer, and every draft is one
 
 
-@one_launcher
+@pytest.mark.one_launcher("local")
 def test_ctrl_c_leaves_a_report_and_the_lease(
     running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
 ) -> None:
@@ -106,6 +103,7 @@ def test_ctrl_c_leaves_a_report_and_the_lease(
     assert report["service_steps_match"] is True
 
 
+@pytest.mark.one_launcher("ray")
 async def test_a_service_that_refuses_fails_the_run(
     running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
 ) -> None:
@@ -125,7 +123,7 @@ async def test_a_service_that_refuses_fails_the_run(
     assert "draining" in generator.text
 
 
-@one_launcher
+@pytest.mark.one_launcher("local")
 def test_fixed_rows_with_drifting_routes(
     running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
 ) -> None:

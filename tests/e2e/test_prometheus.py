@@ -20,6 +20,7 @@ from tests.deploy.prometheus_server import (
 )
 from tests.e2e.harness import SHAPE, ServiceProcess, group_rows
 
+pytestmark = pytest.mark.one_launcher("ray")
 SCRAPE_TIMEOUT_S = 20.0
 
 # (rows of ranks 0 and 1, phase) of steps that take each path under the demo profile; the decode step of 100 rows is

@@ -164,6 +164,7 @@ def _bf16_reports(got: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> bool:
     return relative_l2(got, want) <= 2e-2
 
 
+@pytest.mark.one_launcher("local")
 async def test_pings_as_fast_as_a_client_likes(running_service: ServiceProcess) -> None:
     """Keepalive every 100 ms without calls: a strict server would answer GOAWAY too_many_pings."""
     options = [
