@@ -102,6 +102,20 @@ def test_eight_schedules_give_the_same_bits(path: Path) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_every_wave_lists_rows(path: Path) -> None:
+    """An owner gets more rows than a wave looks at: lists are then the work of several waves."""
+    with Ranks(emulated(shape_of(64, 64)), seed=9) as ranks:
+        weights = ranks.bind()
+        for epoch, distribution in enumerate(("uniform", "one_rank")):
+            batches = batches_of(
+                ranks.shape, [32, 20, 32, 7, 32, 31, 0, 32], distribution, no_expert_share=0.1
+            )
+            outs, _ = ranks.run(path, batches, epoch=epoch)
+            check(outs, [quantized_moe(batch, weights, ranks.shape) for batch in batches])
+        assert ranks.reports() == []
+
+
 def test_paths_agree_bitwise_and_say_what_they_did() -> None:
     with Ranks(emulated(shape_of()), seed=4) as ranks:
         weights = ranks.bind()

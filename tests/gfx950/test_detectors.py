@@ -209,6 +209,8 @@ CACHE_BITS = {
     "write-back of the agent": ("buffer_wbl2 sc0 sc1", "buffer_wbl2 sc1", True),
     "invalidation without": ("buffer_inv sc0 sc1", "buffer_inv", False),
     "invalidation of the agent": ("buffer_inv sc0 sc1", "buffer_inv sc1", True),
+    "write-back for invalidation": ("buffer_inv sc0 sc1", "buffer_wbl2 sc0 sc1", False),
+    "invalidation for write-back": ("buffer_wbl2 sc0 sc1", "buffer_inv sc0 sc1", False),
 }  # fmt: skip
 
 

@@ -1,0 +1,107 @@
+"""Detectors at their edges: who came first, how many came, how much is on its way, where a line ends."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from megamoe.backends.gfx950.emulator.device import DeviceConfig, DeviceGroup
+
+from .assembly import kernel_of
+
+HEAD = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+v_mov_b32_e32 v3, 0
+v_readfirstlane_b32 s8, v0
+s_lshr_b32 s8, s8, 6
+s_waitcnt lgkmcnt(0)
+s_mov_b64 exec, 1
+"""
+# A wave that other waves of the same launch overtake by far.
+DAWDLE = """s_movk_i32 s9, 2000
+again:
+s_sub_u32 s9, s9, 1
+s_cmp_lg_u32 s9, 0
+s_cbranch_scc1 again
+"""
+
+
+def reports(body: str, num_waves: int = 1) -> list[str]:
+    with DeviceGroup(DeviceConfig.checked(seed=1)) as group:
+        target = group.devices[0].allocate(4096, "target")
+        kernel = kernel_of(HEAD + body, lds_bytes=256)
+        group.devices[0].default_stream.launch(kernel, (1,), (64 * num_waves,), [0, target.address])
+        group.synchronize()
+        return [report.text for report in group.reports()]
+
+
+@pytest.mark.parametrize("space", ["LDS", "global-memory"])
+@pytest.mark.parametrize(("reader", "writer"), list(permutations(range(4), 2)))
+def test_a_write_races_with_an_earlier_read_of_any_wave(space: str, reader: int, writer: int) -> None:
+    read, write = ("ds_read_b32 v4, v3", "ds_write_b32 v3, v3")
+    if space != "LDS":
+        read, write = ("global_load_dword v4, v3, s[6:7]", "global_store_dword v3, v3, s[6:7]")
+    body = f"""s_cmp_eq_u32 s8, {reader}
+s_cbranch_scc0 other
+{read}
+s_waitcnt vmcnt(0) lgkmcnt(0)
+s_endpgm
+other:
+s_cmp_eq_u32 s8, {writer}
+s_cbranch_scc0 end
+{DAWDLE}{write}
+end:"""
+    (text,) = reports(body, 4)
+    assert f"{space} race" in text
+    assert f"wave {writer}" in text.split("and")[0] or f"wave {writer}," in text
+    assert f"wave {reader}" in text
+
+
+@pytest.mark.parametrize(("second", "found"), [(56, 0), (60, 1), (64, 1), (68, 0)])
+@pytest.mark.parametrize("space", ["LDS", "global-memory"])
+def test_an_access_over_the_end_of_a_line(space: str, second: int, found: int) -> None:
+    """The first wave writes bytes 60 to 67, the second four bytes."""
+    first, other = "ds_write_b64 v3, v[4:5] offset:60", f"ds_write_b32 v3, v4 offset:{second}"
+    if space != "LDS":
+        first = "global_store_dwordx2 v3, v[4:5], s[6:7] offset:60"
+        other = f"global_store_dword v3, v4, s[6:7] offset:{second}"
+    texts = reports(f"s_cmp_eq_u32 s8, 0\ns_cbranch_scc0 other\n{first}\ns_endpgm\nother:\n{other}", 2)
+    assert len(texts) == found
+    assert all(f"{space} race" in text for text in texts)
+
+
+def test_an_earlier_reader_is_not_forgotten_for_a_later_one() -> None:
+    """A reader on one stream; a reader and then a writer on another: only the first reader races with the writer."""
+    read = kernel_of(HEAD + "global_load_dword v4, v3, s[6:7]\ns_waitcnt vmcnt(0)", name="reader")
+    write = kernel_of(HEAD + "global_store_dword v3, v3, s[6:7]", name="writer")
+    with DeviceGroup(DeviceConfig.checked()) as group:
+        target = group.devices[0].allocate(64, "target")
+        early, late = group.devices[0].stream(), group.devices[0].stream()
+        early.launch(read, (1,), (64,), [0, target.address])
+        late.launch(read, (1,), (64,), [0, target.address])
+        late.launch(write, (1,), (64,), [0, target.address])
+        group.synchronize()
+        (report,) = group.reports()
+    assert "global-memory race: writer" in report.text
+    assert "reader (launch 0)" in report.text
+
+
+LOADS = "\n".join(f"global_load_dword v{10 + k}, v3, s[6:7] offset:{4 * k}" for k in range(30))
+
+
+@pytest.mark.parametrize("left", [0, 1, 15, 16, 17, 29])
+def test_a_count_of_loads_left_is_exact(left: int) -> None:
+    """Of thirty loads all but `left` have come after the wait: the last of those may be used, the next may not."""
+    wait = f"{LOADS}\ns_waitcnt vmcnt({left})\nv_mov_b32_e32 v5, v"
+    assert reports(f"{wait}{10 + 29 - left}") == []
+    if left:
+        (text,) = reports(f"{wait}{10 + 30 - left}")
+        assert "register used before its s_waitcnt" in text
+
+
+def test_scalar_loads_come_in_any_order() -> None:
+    """Only waiting for all of them waits for one."""
+    loads = "s_load_dword s20, s[6:7], 0x0\ns_load_dword s21, s[6:7], 0x4\ns_waitcnt lgkmcnt({})\ns_mov_b32 s22, s20"
+    assert reports(loads.format(0)) == []
+    (text,) = reports(loads.format(1))
+    assert "register used before its s_waitcnt" in text
