@@ -3,7 +3,7 @@
 See CONTRIBUTING.md for the map of the house.
 """
 
-from megamoe.backends import check_backend, compile_kernels, missing_kernels
+from megamoe.backends import Finding, check_backend, compile_kernels, diagnose, missing_kernels
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
 from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
 from megamoe.bundle import (
@@ -35,6 +35,7 @@ __all__ = [
     "Bundle",
     "Counters",
     "Deployment",
+    "Finding",
     "HeapLayout",
     "LayerWeights",
     "MoeBatch",
@@ -61,6 +62,7 @@ __all__ = [
     "check_backend",
     "choose_path",
     "compile_kernels",
+    "diagnose",
     "fence",
     "format_results",
     "is_fall_off",

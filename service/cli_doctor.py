@@ -5,14 +5,12 @@ from __future__ import annotations
 import platform
 import socket
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 
 import psutil
 from rich.console import Console
 
-from megamoe import check_backend
-from megamoe.errors import ConfigError
+from megamoe import Finding, diagnose
 from service.cli_plan import _size
 from service.config import ServiceConfig
 from service.memory import shm_bytes, shm_left_bytes
@@ -20,19 +18,11 @@ from service.memory import shm_bytes, shm_left_bytes
 _PACKAGES = ("torch", "grpcio", "protobuf", "prometheus-client", "safetensors")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """ok: whether it stands in the way."""
-
-    ok: bool
-    what: str
-
-
 def findings(config: ServiceConfig) -> list[Finding]:
     found = [_python(), *[_package(name) for name in _PACKAGES], _machine()]
     if config.launcher == "ray":
         found.append(_package("ray", "or use --launcher local"))
-    found += [_backend(config), _shared_memory(config), _memory(config), *_ports(config)]
+    found += [*diagnose(config.bundle), _shared_memory(config), _memory(config), *_ports(config)]
     return found
 
 
@@ -51,14 +41,6 @@ def _package(name: str, instead: str = "pip install megamoe") -> Finding:
 def _machine() -> Finding:
     known = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
     return Finding(known, f"{platform.system()} on {platform.machine()} (Linux on x86_64 or aarch64)")
-
-
-def _backend(config: ServiceConfig) -> Finding:
-    try:
-        check_backend(config.bundle)
-    except ConfigError as error:
-        return Finding(False, str(error))
-    return Finding(True, f"backend {config.backend}")
 
 
 def _shared_memory(config: ServiceConfig) -> Finding:

@@ -86,6 +86,14 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
+class Finding:
+    """One thing that a deployment needs of a machine. ok: False where it stands in the way, with what to do."""
+
+    ok: bool
+    what: str
+
+
+@dataclass(frozen=True)
 class CompiledKernel:
     """One kernel of a shipped folder. seconds: spent on it, 0 where it was there."""
 
@@ -122,6 +130,20 @@ def check_backend(bundle: Bundle) -> None:
     check: Callable[[Bundle], None] | None = getattr(_module(bundle.deployment.backend), "check", None)
     if check is not None:
         check(bundle)
+
+
+def diagnose(bundle: Bundle) -> list[Finding]:
+    """What a deployment's backend needs of this machine, and what of it is missing. Allocates nothing."""
+    found: Callable[[Bundle], list[Finding]] | None = getattr(
+        _module(bundle.deployment.backend), "diagnose", None
+    )
+    if found is not None:
+        return found(bundle)
+    try:
+        check_backend(bundle)
+    except ConfigError as error:
+        return [Finding(False, str(error))]
+    return [Finding(True, f"backend {bundle.deployment.backend}")]
 
 
 def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:

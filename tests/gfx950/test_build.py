@@ -118,8 +118,9 @@ def test_kernels_of_a_deployment_are_those_that_it_launches() -> None:
 
 def test_without_a_linker_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("ROCM_PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs ld.lld: install ROCm or the package ziglang"):
-        build._linker_folder()
+        build.find_linker()
 
 
 def test_nothing_foreign_is_imported_before_it_is_needed() -> None:

@@ -162,3 +162,15 @@ def test_an_unknown_profile_is_refused(tmp_path: Path) -> None:
     assert (status, list(tmp_path.iterdir())) == (2, [])
     assert "profile" in text
     assert "deepseek-v4-pro-ep8" in text
+
+
+def test_doctor_looks_at_what_this_backend_needs(folder: Path) -> None:
+    _, text = megamoe("doctor", *SETTINGS, "--gfx950-kernels", str(folder), "--launcher", "local")
+    assert "C compiler of the emulator" in text
+    assert f"kernels of {folder}: all that are needed" in text
+    status, text = megamoe("doctor", "--profile", "deepseek-v4-pro-ep8", "--backend", "gfx950")
+    assert status == 1
+    assert "needs a ROCm build of torch and an MI355X" in text
+    assert f"flydsl {build.FLYDSL}" in text
+    _, text = megamoe("doctor", *SETTINGS, "--combine-row-format", "fp8", "--gfx950-kernels", str(folder))
+    assert text.count("no  gemm2") == 1

@@ -17,7 +17,7 @@ from megamoe.bundle import Bundle
 from megamoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megamoe.backends import CompiledKernel
+    from megamoe.backends import CompiledKernel, Finding
     from megamoe.backends.gfx950.backend import Gfx950Backend
 
 
@@ -30,6 +30,13 @@ def check(bundle: Bundle) -> None:
     check_served(bundle.deployment)
     if not bundle.deployment.gfx950_emulated and not (torch.version.hip and torch.cuda.is_available()):
         raise ConfigError("backend gfx950 needs a ROCm build of torch and a GPU (got: no ROCm device)")
+
+
+def diagnose(bundle: Bundle) -> list[Finding]:
+    """See megamoe.backends.diagnose."""
+    from megamoe.backends.gfx950 import diagnosis
+
+    return diagnosis.diagnose(bundle)
 
 
 def compile_kernels(bundle: Bundle, folder: Path, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
@@ -72,6 +79,12 @@ def open_backend(
 
     return Gfx950Backend(
         bundle,
-        hip.join(rank=rank, num_ranks=layout.num_ranks, heap_bytes=layout.num_bytes),
+        hip.join(
+            rank=rank,
+            num_ranks=layout.num_ranks,
+            heap_bytes=layout.num_bytes,
+            group_name=group_name,
+            timeout_s=timeout_s,
+        ),
         num_slots=num_slots,
     )

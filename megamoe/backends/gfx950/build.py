@@ -26,11 +26,12 @@ from typing import Any
 
 from megamoe.backends.gfx950.emulator.code_object import CodeObject, Kernel
 from megamoe.backends.gfx950.emulator.errors import CodeObjectError
-from megamoe.errors import ConfigError, must_be
+from megamoe.errors import ConfigError, InternalError, must_be
 
 FLYDSL = "0.5.0"
 """The release that kernels are written for; another one may give other code, or none."""
 MANIFEST = "manifest.json"
+_ZIGLANG = "the one of ziglang"
 _KERNELS = Path(__file__).parent / "kernels"
 _lock = threading.Lock()
 
@@ -201,15 +202,22 @@ def manifest(folder: Path) -> dict[str, dict[str, Any]]:
 def _prepare() -> None:
     """Set what FlyDSL reads when it is imported: compile only, for gfx950, without its own cache."""
     os.environ.update(_SETTINGS)
-    rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
-    if not (Path(rocm) / "llvm" / "bin" / "ld.lld").exists():
+    if find_linker() == _ZIGLANG:
         os.environ["ROCM_PATH"] = _linker_folder()
+
+
+def find_linker() -> str:
+    """The linker that FlyDSL will use. Raises ConfigError where there is none."""
+    linker = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "llvm" / "bin" / "ld.lld"
+    if linker.exists():
+        return str(linker)
+    if importlib.util.find_spec("ziglang") is None:
+        raise ConfigError("backend gfx950 needs ld.lld: install ROCm or the package ziglang (got: neither)")
+    return _ZIGLANG
 
 
 def _linker_folder() -> str:
     """A folder that looks like ROCm as far as linking needs it: a script that starts ziglang's linker."""
-    if importlib.util.find_spec("ziglang") is None:
-        raise ConfigError("backend gfx950 needs ld.lld: install ROCm or the package ziglang (got: neither)")
     linker = cache_folder() / "rocm" / "llvm" / "bin" / "ld.lld"
     text = f'#!/bin/sh\nexec "{sys.executable}" -m ziglang ld.lld "$@"\n'
     if not linker.exists() or linker.read_text() != text:
@@ -223,8 +231,12 @@ def _compile(spec: KernelSpec) -> bytes:
         _prepare()
         module = importlib.import_module(f"megamoe.backends.gfx950.kernels.{spec.name}")
         launch = module.compile_kernel
-        launch(**dict(spec.constants))
-        return _code_of(launch)
+        try:
+            launch(**dict(spec.constants))
+            return _code_of(launch)
+        except Exception as error:
+            what = f"compiling {spec.title} with {find_linker()} must succeed"
+            raise InternalError(f"{what}, got {type(error).__name__}: {str(error)[:2000]}") from error
 
 
 def _code_of(launch: Any) -> bytes:

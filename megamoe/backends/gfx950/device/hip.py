@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from megamoe.backends.gfx950.build import Code
-from megamoe.backends.gfx950.device import Arg, DeviceStuckError
+from megamoe.backends.gfx950.device import Arg, DeviceStuckError, machine
 from megamoe.errors import ConfigError, HeapError, InternalError, must_be
 
 _TICK_HZ = 100e6
@@ -184,27 +184,26 @@ class HipDevice:
 
         torch.cuda.synchronize(self._device)
         mori.shmem.shmem_finalize()
+        machine.part()
 
 
-def join(*, rank: int, num_ranks: int, heap_bytes: int) -> HipDevice:
-    """This process's device and heap; returns when all ranks have theirs. torch.distributed must be initialised.
+def join(*, rank: int, num_ranks: int, heap_bytes: int, group_name: str, timeout_s: float) -> HipDevice:
+    """This process's device and heap; returns when all ranks have theirs.
 
-    Raises ConfigError (no ROCm build of torch, no MI355X, no MORI, a peer that is reached by RDMA only).
+    Where torch.distributed is initialised, its world is the group and the current device this rank's; else the ranks
+    meet over a file in shared memory named after the group, and take the visible device of their number.
+    Raises ConfigError (no ROCm build of torch, no MI355X, no MORI, a peer that is reached by RDMA only),
+    PeerTimeoutError (a rank did not come within timeout_s).
     """
-    if torch.version.hip is None or not torch.cuda.is_available():
-        raise ConfigError(
-            "backend gfx950 needs a ROCm build of torch and an MI355X (got: neither; gfx950_emulated runs on the CPU)"
-        )
-    device = torch.device("cuda", torch.cuda.current_device())
-    arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    if arch != "gfx950":
-        raise ConfigError(must_be("architecture of the device", "gfx950 (MI355X)", arch))
+    problems = [finding.what for finding in machine.look(num_ranks, heap_bytes) if not finding.ok]
+    if problems:
+        raise ConfigError("; ".join(problems))
     os.environ.setdefault("MORI_SHMEM_HEAP_SIZE", str(heap_bytes + _HEAP_MARGIN_BYTES))
-    try:
-        import mori.shmem as shmem
-    except ImportError as error:
-        raise ConfigError(f"backend gfx950 needs the package amd-mori (got: {error})") from error
-    shmem.shmem_torch_process_group_init("default")
+    import mori.shmem as shmem
+
+    machine.meet(rank, num_ranks, group_name, timeout_s)
+    device = torch.device("cuda", torch.cuda.current_device())
+    shmem.shmem_torch_process_group_init(machine.GROUP)
     if shmem.shmem_npes() != num_ranks or shmem.shmem_mype() != rank:
         got = f"rank {shmem.shmem_mype()} of {shmem.shmem_npes()}"
         raise ConfigError(must_be("the MORI group", f"rank {rank} of {num_ranks}", got))
