@@ -29,7 +29,7 @@ from megamoe import (
     plan_layout,
 )
 from megamoe.errors import ERROR_BY_CODE, ConfigError
-from service.http_server import HttpServer
+from service.net.http_server import HttpServer
 
 SECONDS_BUCKETS = tuple(
     round(digit * 10.0**power, 9)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import grpc
 
 from megamoe.errors import ERROR_BY_CODE, MegaMoeError, error_from_code
-from service import codec
+from service.net import codec
 from service.pb import moe_pb2 as pb
 
 

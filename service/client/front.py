@@ -13,11 +13,11 @@ import torch
 
 from megamoe import Path, PathPolicy, Phase
 from megamoe.errors import InvalidArgumentError, UnavailableError, must_be
-from service import codec, wire
 from service.client.errors import from_rpc
 from service.client.info import ServiceInfo, info_from_pb
 from service.client.stream import channel_options
 from service.client.values import GroupOutput, Rows, add_rows, num_rows_of, phases_of
+from service.net import codec, wire
 from service.pb import moe_pb2 as pb
 from service.pb.moe_pb2_grpc import AdminStub, MoELayerStub
 

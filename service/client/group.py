@@ -16,12 +16,12 @@ import torch
 
 from megamoe import PlanId, StepPlan, SubStep, SubStepReport
 from megamoe.errors import InvalidArgumentError, MegaMoeError, StaleCallError, UnavailableError, must_be
-from service import codec, wire
 from service.client.errors import worst
 from service.client.front import AsyncFront
 from service.client.info import ServiceInfo
 from service.client.stream import RankStream, Reply
 from service.client.values import GroupOutput, Rows, add_rows, num_rows_of, phases_of
+from service.net import codec, wire
 from service.pb import moe_pb2 as pb
 
 _MARGIN_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe import MoeShape, Path, PathPolicy, RowFormat
-from service import codec
+from service.net import codec
 from service.pb import moe_pb2 as pb
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from megamoe.errors import MegaMoeError, UnavailableError
-from service import wire
 from service.client.errors import from_message, from_rpc, same_error
+from service.net import wire
 from service.pb import moe_pb2 as pb
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]

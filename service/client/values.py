@@ -9,7 +9,7 @@ import torch
 
 from megamoe import MoeBatch, Phase, StepPlan, SubStepReport
 from megamoe.errors import InvalidArgumentError, must_be
-from service import wire
+from service.net import wire
 from service.pb import moe_pb2 as pb
 
 Rows = MoeBatch | Sequence[torch.Tensor] | None

@@ -25,11 +25,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megamoe import LayerWeights, MoeBatch, MoeShape, PlanId, SubStepReport, random_layer_weights, reference
 from megamoe.reference import quantized_moe, relative_l2, tolerance
-from service import codec, wire
 from service.client import AsyncMoeGroup
 from service.client.stream import Reply
 from service.client.values import Rows, add_rows, num_rows_of, phases_of
 from service.config import load_config
+from service.net import codec, wire
 from service.pb import moe_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from megamoe.errors import (
     StaleCallError,
 )
 from service.client import AsyncFront, AsyncMoeGroup, RemoteError, forward_step
-from service.front_group import MAX_WAITING
+from service.front.group import MAX_WAITING
 from tests.e2e.harness import (
     CONFIG,
     LEASE_TIMEOUT_S,

@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from megamoe import MoeBatch
 from megamoe import Path as MoePath
-from service import codec
 from service.client import AsyncFront, AsyncMoeGroup, RemoteError, forward_step
+from service.net import codec
 from service.pb import moe_pb2 as pb
 from service.pb.moe_pb2_grpc import AdminStub, MoELayerStub
 from tests.e2e.harness import ROOT, SHAPE, ServiceProcess, check_numbers, group_rows, rows, works

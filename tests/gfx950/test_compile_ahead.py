@@ -17,7 +17,7 @@ from megamoe.backends.gfx950 import build, compile_ahead
 from megamoe.backends.gfx950.lockstep import emulated, shape_of
 from megamoe.bundle import plan_bundle
 from megamoe.errors import ConfigError
-from service.cli import app
+from service.cli.main import app
 
 # The emulated profile at a shape whose kernels compile in no time.
 SETTINGS = [

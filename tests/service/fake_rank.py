@@ -27,8 +27,8 @@ from service.messages import (
     PlanReply,
     Reply,
 )
-from service.ring import Record, RingConsumer, RingSpec
-from service.ring_codec import LAYER
+from service.ring.codec import LAYER
+from service.ring.ring import Record, RingConsumer, RingSpec
 
 
 class FakeRank:

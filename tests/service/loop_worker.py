@@ -15,8 +15,8 @@ import torch
 
 from megamoe import Deployment, MoeShape, Phase, PlanId, Runtime, StepPlan, unlink_all
 from megamoe.errors import PeerTimeoutError
-from service.bell import FIRST_RING_WRITER, Bell
-from service.board import Board
+from service.board.bell import FIRST_RING_WRITER, Bell
+from service.board.board import Board
 from service.messages import (
     IntentRequest,
     LayerReply,
@@ -27,8 +27,8 @@ from service.messages import (
     Reply,
     Request,
 )
-from service.ring import RingConsumer, RingProducer, RingSpec, Ticket
-from service.step_loop import LoopSettings, StepLoop
+from service.rank.step_loop import LoopSettings, StepLoop
+from service.ring.ring import RingConsumer, RingProducer, RingSpec, Ticket
 
 NUM_LAYERS = 2
 NUM_RINGS = 2

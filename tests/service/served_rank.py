@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from megamoe import PathPolicy, unlink_all
-from service import wire
 from service.client.stream import RankStream
 from service.config import load_config
-from service.grpc_server import LAYER_SERVICE, Health, listen, make_server
-from service.info import State, service_info
 from service.metrics import RankMetrics
+from service.net import wire
+from service.net.grpc_server import LAYER_SERVICE, Health, listen, make_server
+from service.net.info import State, service_info
 from service.pb import moe_pb2 as pb
-from service.rank_server import RankServicer
-from service.ring import RingProducer
-from service.ring_async import AsyncRing
+from service.rank.server import RankServicer
+from service.ring.async_ring import AsyncRing
+from service.ring.ring import RingProducer
 from tests.service.fake_rank import FakeRank
 
 CONFIG = load_config(env=False)

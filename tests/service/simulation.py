@@ -27,13 +27,13 @@ from megamoe import (
     plan_bundle,
 )
 from megamoe.errors import PeerRefusedError, PeerTimeoutError
-from service.bell import FIRST_RING_WRITER, Bell
-from service.board import Board
-from service.call_state import Work
+from service.board.bell import FIRST_RING_WRITER, Bell
+from service.board.board import Board
 from service.messages import ErrorReply, LayerReply, LeaseReply, LeaseRequest, Reply, Request
-from service.rank_state import Observer, RankState
-from service.ring import RingConsumer, RingProducer, RingSpec, Ticket
-from service.step_loop import STAND_IN_S, LoopSettings
+from service.rank.call_state import Work
+from service.rank.state import Observer, RankState
+from service.rank.step_loop import STAND_IN_S, LoopSettings
+from service.ring.ring import RingConsumer, RingProducer, RingSpec, Ticket
 
 NUM_LAYERS = 4
 

@@ -1,0 +1,188 @@
+"""`megamoe serve | plan | bench | compile | doctor | demo`: the command line of the service.
+
+Owns: what is printed. Settings come from service.config alone; every command takes the same ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megamoe import DISTRIBUTIONS, check_backend
+from megamoe.errors import MegaMoeError
+from service.cli.options import with_config_options
+from service.config import ServiceConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    help="Expert-parallel MoE layers as a service.",
+)
+
+
+@app.command()
+@with_config_options
+def serve(config: ServiceConfig) -> None:
+    """Start the service: ranks, front and metrics. Ctrl-C or SIGTERM stops it cleanly."""
+    # Nobody forks here without exec; gRPC would print a line for every process that Ray starts. Read at its import.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from service.launch.supervisor import Supervisor
+    from service.net.info import State
+
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+
+    def on_up(state: State) -> None:
+        where = state.addresses
+        typer.echo(
+            f"megamoe is ready: generation {state.generation}, {len(where.ranks)} ranks, "
+            f"{config.moe_shape.num_layers} layers of {config.label}, profile {config.profile}\n"
+            f"  front    {where.front}   (gRPC: GetInfo, ForwardStep, Admin)\n"
+            f"  ranks    {' '.join(where.ranks)}   (gRPC: Forward)\n"
+            f"  metrics  {' '.join(where.metrics)}   (Prometheus)\n"
+            f"  http     http://{where.http}/sd  /healthz  /readyz\n"
+            f"  memory   /dev/shm/{state.group_name}-*"
+        )
+        for path, reason in config.bundle.reasons.items():
+            typer.echo(f"  {path} is not built: {reason}")
+
+    check_backend(config.bundle)
+    typer.echo(f"megamoe starts {config.moe_shape.num_ranks} ranks with the {config.launcher} launcher ...")
+    try:
+        asyncio.run(Supervisor(config, on_up=on_up).run())
+    except MegaMoeError as error:
+        typer.secho(f"megamoe serve: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo("megamoe has stopped")
+
+
+@app.command()
+@with_config_options
+def plan(config: ServiceConfig) -> None:
+    """What a deployment would build: runtimes, bytes per path and region, and whether this machine holds it."""
+    from service.cli.plan import print_plan
+
+    if not print_plan(config):
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_config_options
+def bench(
+    config: ServiceConfig,
+    sizes: Annotated[str, typer.Option(help="tokens a rank, with commas between")] = "1,16,64,256",
+    paths: Annotated[str, typer.Option(help="paths, with commas between; default: all that are built")] = "",
+    distribution: Annotated[str, typer.Option(help=f"routing: {', '.join(DISTRIBUTIONS)}")] = "uniform",
+    calls: Annotated[int, typer.Option(min=3, help="timed layer calls a path and size")] = 15,
+    as_deployed: Annotated[
+        bool, typer.Option(help="the deployment's own runtimes; otherwise every path is built for every size")
+    ] = False,
+) -> None:
+    """Latency and rows/s per path and size without the service around it, and the ratio to plain torch."""
+    from service.cli.bench import print_bench
+
+    with _told():
+        print_bench(
+            config,
+            sizes=sizes,
+            paths=paths,
+            distribution=distribution,
+            num_calls=calls,
+            as_deployed=as_deployed,
+        )
+
+
+@app.command("compile")
+@with_config_options
+def compile_command(
+    config: ServiceConfig,
+    out: Annotated[Path, typer.Option(help="folder to fill, for --gfx950-kernels")],
+    check: Annotated[
+        bool, typer.Option("--check", help="compile nothing; name every kernel that it lacks")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="compiling processes, 400 MB each; 0 = one a core")] = 0,
+) -> None:
+    """Every gfx950 kernel of a deployment as a code object, without a GPU; with --check, whether a folder has them."""
+    from service.cli.compile import print_compiled, print_missing
+
+    with _told():
+        if check and not print_missing(config, out):
+            raise typer.Exit(1)
+        if not check:
+            print_compiled(config, out, jobs)
+
+
+@app.command()
+@with_config_options
+def doctor(config: ServiceConfig) -> None:
+    """Whether this machine can run the configuration: python, torch, shared memory, ports, ray."""
+    from service.cli.doctor import print_diagnosis
+
+    if not print_diagnosis(config):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the report and the service's log")] = Path(
+        "out/agentx"
+    ),
+    launcher: Annotated[str, typer.Option(help="ray or local")] = "ray",
+    duration: Annotated[float | None, typer.Option(help="seconds of load; default: about a minute")] = None,
+) -> None:
+    """Start the service, run the agentx scenario of the load generator against it, stop everything."""
+    from service.cli.demo import run_demo
+
+    with _told():
+        try:
+            status = run_demo(out=out, launcher=launcher, duration_s=duration)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    raise typer.Exit(status)
+
+
+@app.command()
+def drain(
+    front: Annotated[str, typer.Argument(help="address of the front, host:port")],
+    resume: Annotated[bool, typer.Option(help="take plans again")] = False,
+) -> None:
+    """Let a running service finish what is open and take no new plans."""
+    from service.client import Front
+
+    with _told(), Front(front) as opened:
+        typer.echo("draining" if opened.drain(resume=resume) else "serving")
+
+
+@app.command("set-path")
+def set_path(
+    front: Annotated[str, typer.Argument(help="address of the front, host:port")],
+    path: Annotated[str, typer.Argument(help="small_m, fixed_slot or large_m")],
+    enabled: Annotated[bool, typer.Option("--on/--off", help="switch it on or off")] = True,
+) -> None:
+    """Switch a path of a running service; it takes effect on all ranks at one agreed step."""
+    from service.client import Front
+
+    with _told(), Front(front) as opened:
+        policy = opened.set_path_enabled(path, enabled)
+        typer.echo(f"{path} is {'on' if enabled else 'off'} from policy version {policy.version}")
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Errors of a service as one line."""
+    try:
+        yield
+    except MegaMoeError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,1 @@
+"""The one address of a service."""

@@ -1,0 +1,1 @@
+"""Who starts a service, watches it and cleans up after it."""

@@ -1,0 +1,1 @@
+"""The wire contract as values, and what every server has."""

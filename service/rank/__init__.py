@@ -1,0 +1,1 @@
+"""One rank: its process, its server, its step loop."""

@@ -1,0 +1,356 @@
+"""The gRPC servicer of one rank: Forward streams become requests of the rank's ring, replies go back as they come.
+
+Owns: the translation between moe.proto and messages.py on a stream, and the validation of rows (once, by MoeBatch).
+A request that fails is answered with an Error on the open stream. A layer call that is found wrong here still joins
+the layer, as a refusal, so that all ranks answer the same error and none waits. When a caller disappears, what it
+announced goes on in the ring: the step finishes for the others, only the reply is dropped. One that says nothing, or
+does not read its replies, loses its stream: what it holds of the ring and of the server belongs to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from megamoe import MoeShape, Phase
+from megamoe.errors import (
+    InternalError,
+    InvalidArgumentError,
+    MegaMoeError,
+    OverloadedError,
+    UnavailableError,
+    must_be,
+)
+from service.messages import (
+    CloseRequest,
+    ErrorReply,
+    IntentRequest,
+    LayerReply,
+    LayerRequest,
+    LeaseReply,
+    LeaseRequest,
+    PlanReply,
+    Reply,
+    Request,
+)
+from service.metrics import RankMetrics
+from service.net import codec, wire
+from service.net.grpc_server import elsewhere, unary
+from service.pb import moe_pb2 as pb
+from service.ring.async_ring import AsyncRing, Pending
+
+In = wire.Envelope[pb.ForwardRequest]
+Out = wire.Envelope[pb.ForwardReply]
+
+log = logging.getLogger("megamoe.rank")
+
+_PHASES = {codec.enum_to_pb(phase): phase for phase in Phase}
+_MAX_NAME = 64
+"""Characters of a caller's word that go on: enough for every known one, and for a sentence about an unknown one."""
+
+MAX_IN_FLIGHT_PER_STREAM = 64
+"""Requests of one stream that are read ahead; the rest waits in gRPC's flow control."""
+
+
+class RankServicer:
+    """MoELayer of one rank."""
+
+    def __init__(
+        self,
+        *,
+        shape: MoeShape,
+        ring: AsyncRing,
+        info: Callable[[], pb.ServiceInfo],
+        metrics: RankMetrics,
+        step_timeout_s: float,
+    ) -> None:
+        self._shape = shape
+        self._ring = ring
+        self._info = info
+        self._metrics = metrics
+        self._step_timeout_s = step_timeout_s
+
+    def handlers(self) -> dict[str, Any]:
+        return {
+            "GetInfo": unary(self.get_info, pb.GetInfoRequest, pb.ServiceInfo.SerializeToString),
+            "Forward": grpc.stream_stream_rpc_method_handler(
+                self.forward,
+                request_deserializer=wire.deserializer(pb.ForwardRequest),
+                response_serializer=bytes,
+            ),
+            "ForwardStep": elsewhere(
+                grpc.unary_unary_rpc_method_handler,
+                "ForwardStep goes to the front, not to a rank: GetInfo names its address",
+            ),
+        }
+
+    async def get_info(self, request: pb.GetInfoRequest) -> pb.ServiceInfo:
+        return self._info()
+
+    async def forward(self, requests: AsyncIterator[In], context: Any) -> None:
+        """One caller rank's stream."""
+        stream = _Stream(self._take, requests, self._step_timeout_s)
+        try:
+            async for call in stream:
+                data = wire.serialize(self._answer(call))
+                call.release()
+                async with asyncio.timeout(self._step_timeout_s):
+                    await context.write(data)
+        except DecodeError as error:
+            wrong = grpc.StatusCode.INVALID_ARGUMENT, f"message must be a ForwardRequest, got: {error}"
+        except TimeoutError:
+            what = "replies must be read" if stream.has_begun else "the first request must come"
+            wrong = grpc.StatusCode.DEADLINE_EXCEEDED, f"{what} within {self._step_timeout_s:g} s, got none"
+        else:
+            return
+        finally:
+            stream.close()
+        await context.abort(*wrong)
+
+    # ------------------------------------------------------------------------------ in
+
+    async def _take(self, envelope: In) -> _Call:
+        """Put one request into the ring. A request that cannot even be put there is answered at once."""
+        message = envelope.message
+        call = _Call(message)
+        try:
+            if message.WhichOneof("request") == "layer_call":
+                call.pending = await self._take_layer(envelope)
+            else:
+                call.pending = await self._submit(_control_request(message, self._shape.num_ranks))
+        except MegaMoeError as error:
+            call.error = error
+        except Exception as error:
+            call.error = _bug(error)
+        return call
+
+    async def _take_layer(self, envelope: In) -> Pending:
+        call = envelope.message.layer_call
+        fields: dict[str, Any] = {
+            "lease_serial": call.lease_serial,
+            "plan_id": codec.plan_id_from_pb(call.plan_id),
+            "layer_idx": call.layer_idx,
+            "sequence": call.sequence,
+        }
+        try:
+            batch = wire.read_batch(self._shape, call.tensors, envelope.payload)
+            rows = {} if batch.num_rows == 0 else vars(batch)
+            return await self._submit(LayerRequest(**fields, **rows))
+        except InvalidArgumentError as error:
+            refused: MegaMoeError = error
+        except OverloadedError:
+            raise
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            refused = _bug(error)
+        return await self._submit(LayerRequest(**fields, refusal=(refused.code, str(refused))))
+
+    async def _submit(self, request: Request) -> Pending:
+        """Wait a little for room: a full ring holds up whoever fills it, and is not an error of a step."""
+        return await self._ring.submit_patiently(request, self._step_timeout_s)
+
+    # ------------------------------------------------------------------------------ out
+
+    def _answer(self, call: _Call) -> Out:
+        message = pb.ForwardReply(request_id=call.message.request_id)
+        try:
+            parts = _fill(message, call.message, self._reply_of(call))
+        except MegaMoeError as error:
+            message.error.CopyFrom(codec.error_to_pb(ErrorReply.of(error)))
+            parts = ()
+        if call.pending is None:  # what reached the step loop is counted there
+            self._metrics.record_error(message.error.code)
+        return wire.Envelope(message, parts)
+
+    def _reply_of(self, call: _Call) -> Reply:
+        """The reply, which is there. Raises the error of a request that never got into the ring."""
+        if call.pending is None:
+            raise call.error or UnavailableError("the request was dropped: the rank stops")
+        if call.pending.future.cancelled():
+            raise UnavailableError("the request was dropped: the rank stops")
+        call.pending.future.result()
+        return call.take()
+
+
+class _Call:
+    """A request of a stream on its way: in the ring, or refused before it got there."""
+
+    __slots__ = ("error", "message", "pending", "reply")
+
+    def __init__(self, message: pb.ForwardRequest) -> None:
+        self.message = message
+        self.pending: Pending | None = None
+        self.error: MegaMoeError | None = None
+        self.reply: Reply | None = None
+
+    def take(self) -> Reply:
+        """The reply, which is there. Only one with rows stays in the ring until `release`."""
+        if self.reply is None:
+            assert self.pending is not None
+            self.reply = self.pending.take()
+            if not isinstance(self.reply, LayerReply):
+                self.pending.release()
+        return self.reply
+
+    def release(self) -> None:
+        if self.pending is not None:
+            self.pending.release()
+
+
+class _Stream:
+    """Requests of one stream, read ahead in order; iterating gives them in the order in which they are answered."""
+
+    def __init__(self, take: Callable[[In], Any], requests: AsyncIterator[In], patience_s: float) -> None:
+        self._take = take
+        self._patience_s = patience_s
+        self.has_begun = False
+        self._done: asyncio.Queue[_Call | None] = asyncio.Queue()
+        self._open: set[_Call] = set()
+        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT_PER_STREAM)
+        self._ended = False
+        self._reader = asyncio.create_task(self._read(requests), name="Forward reader")
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> _Call:
+        while not (self._ended and not self._open and self._done.empty()):
+            call = await self._done.get()
+            if call is not None:
+                self._open.discard(call)
+                self._slots.release()
+                return call
+        self._reader.result()  # a bug in reading must not end the stream as if all were well
+        raise StopAsyncIteration
+
+    async def _read(self, requests: AsyncIterator[In]) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s) as patience:
+                async for envelope in requests:
+                    patience.reschedule(None)
+                    self.has_begun = True
+                    await self._slots.acquire()
+                    call = await self._take(envelope)
+                    self._open.add(call)
+                    if call.pending is None:
+                        self._done.put_nowait(call)
+                    else:
+                        call.pending.future.add_done_callback(lambda _, call=call: self._finish(call))
+        finally:
+            self._ended = True
+            self._done.put_nowait(None)
+
+    def _finish(self, call: _Call) -> None:
+        future = call.pending.future if call.pending is not None else None
+        if future is not None and not future.cancelled() and future.exception() is None:
+            call.take()
+        self._done.put_nowait(call)
+
+    def close(self) -> None:
+        """The caller is gone or done: give back all records, each as soon as the rank has answered it."""
+        self._reader.cancel()
+        for call in self._open:
+            call.release()
+        while not self._done.empty():
+            call_or_end = self._done.get_nowait()
+            if call_or_end is not None:
+                call_or_end.release()
+
+
+def _bug(error: Exception) -> InternalError:
+    log.error("a request could not be taken", exc_info=error)
+    return InternalError(f"a request could not be taken: {error!r}; this is a bug")
+
+
+def _control_request(message: pb.ForwardRequest, num_ranks: int) -> Request:
+    """Lease, StepIntent or CloseStep as a ring request."""
+    kind = message.WhichOneof("request")
+    if kind == "lease":
+        lease = message.lease
+        if not lease.holder:
+            raise InvalidArgumentError(must_be("lease.holder", "the name of the caller group", "''"))
+        return LeaseRequest(
+            holder=lease.holder, release=lease.release, lease_serial=lease.lease_serial or None
+        )
+    if kind == "step_intent":
+        return _intent_request(message.step_intent, num_ranks)
+    if kind == "close_step":
+        close = message.close_step
+        return CloseRequest(lease_serial=close.lease_serial, plan_id=codec.plan_id_from_pb(close.plan_id))
+    wanted = "one of lease, step_intent, layer_call, close_step"
+    raise InvalidArgumentError(must_be("request", wanted, "nothing"))
+
+
+def _intent_request(intent: pb.StepIntent, num_ranks: int) -> IntentRequest:
+    """A StepIntent as a ring request. What has no place in one is a refusal, of which all ranks hear."""
+    counts, phase, wrong = tuple(intent.num_rows_per_rank), Phase.IDLE, ""
+    if intent.num_rows:
+        if intent.phase in _PHASES:
+            phase = _PHASES[intent.phase]
+        else:
+            known = intent.phase in pb.Phase.values()
+            said = pb.Phase.Name(intent.phase) if known else intent.phase
+            wrong = must_be(f"phase of a rank with {intent.num_rows} rows", "'prefill' or 'decode'", said)
+    if len(counts) not in (0, num_ranks):
+        wrong = must_be("num_rows_per_rank", f"{num_ranks} numbers, one per rank", f"{len(counts)} numbers")
+        counts = ()
+    return IntentRequest(
+        lease_serial=intent.lease_serial,
+        plan_id=codec.plan_id_from_pb(intent.plan_id),
+        num_rows=intent.num_rows,
+        phase=phase,
+        dtype=intent.dtype[:_MAX_NAME] or "bfloat16",
+        num_rows_per_rank=counts or None,
+        timeout_s=intent.timeout_s or None,
+        refusal=(InvalidArgumentError.code, wrong) if wrong else None,
+    )
+
+
+def _fill(reply: pb.ForwardReply, request: pb.ForwardRequest, value: Reply) -> tuple[wire.Buffer, ...]:
+    """Write a ring reply into the message; returns the payload's parts (views into the ring record)."""
+    if isinstance(value, LayerReply):
+        call = request.layer_call
+        result, parts = layer_result(value, call.plan_id, call.layer_idx, call.sequence)
+        reply.layer_result.CopyFrom(result)
+        return parts
+    if isinstance(value, PlanReply):
+        reply.step_plan.CopyFrom(codec.plan_to_pb(value.plan, value.sub_steps))
+    elif isinstance(value, LeaseReply):
+        reply.lease_granted.CopyFrom(
+            pb.LeaseGranted(
+                lease_serial=value.lease_serial,
+                generation=value.generation,
+                next_sequence=value.next_sequence,
+                next_step_id=value.next_step_id,
+            )
+        )
+    elif isinstance(value, ErrorReply):
+        reply.error.CopyFrom(codec.error_to_pb(value))
+    else:
+        reply.closed.SetInParent()
+    return ()
+
+
+def layer_result(
+    value: LayerReply,
+    plan_id: pb.PlanId,
+    layer_idx: int,
+    sequence: int,
+    writer: wire.PayloadWriter | None = None,
+) -> tuple[pb.LayerResult, tuple[wire.Buffer, ...]]:
+    """The message of a layer's result and the payload parts; a given writer collects the parts instead."""
+    into = writer or wire.PayloadWriter()
+    result = pb.LayerResult(
+        plan_id=plan_id,
+        layer_idx=layer_idx,
+        sequence=sequence,
+        tensors=[into.add("hidden_states", value.hidden_states)],
+        sub_steps=[codec.report_to_pb(report) for report in value.sub_steps],
+        queue_us=value.queue_us,
+        total_us=value.total_us,
+    )
+    return result, () if writer else tuple(into.parts)
