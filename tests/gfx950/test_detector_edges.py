@@ -7,6 +7,7 @@ from itertools import permutations
 import pytest
 
 from megamoe.backends.gfx950.emulator.device import DeviceConfig, DeviceGroup
+from megamoe.backends.gfx950.emulator.errors import MemoryFaultError
 
 from .assembly import kernel_of
 
@@ -105,3 +106,43 @@ def test_scalar_loads_come_in_any_order() -> None:
     assert reports(loads.format(0)) == []
     (text,) = reports(loads.format(1))
     assert "register used before its s_waitcnt" in text
+
+
+TWO_LANES = """s_mov_b64 exec, 3
+v_mov_b32_e32 v6, s6
+v_mov_b32_e32 v7, s7
+s_mov_b64 exec, 1
+v_mov_b32_e32 v6, s4
+v_mov_b32_e32 v7, s5
+s_mov_b64 exec, 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("access", "last"),
+    [
+        ("global_load_ubyte v5, v3, s[6:7] offset:{}", 511), ("global_load_dword v5, v3, s[6:7] offset:{}", 508),
+        ("global_store_byte v3, v4, s[6:7] offset:{}", 511),
+        ("global_store_dwordx4 v3, v[4:7], s[6:7] offset:{}", 496),
+        ("global_load_ubyte v5, v[6:7], off offset:{}", 511),
+        ("global_load_dwordx2 v[8:9], v[6:7], off offset:{}", 504),
+        ("ds_read_u8 v5, v3 offset:{}", 255), ("ds_read_b32 v5, v3 offset:{}", 252),
+        ("ds_write_b8 v3, v4 offset:{}", 255), ("ds_write_b64 v3, v[4:5] offset:{}", 248),
+        ("scratch_load_ubyte v5, off, off offset:{}", 15), ("scratch_load_dword v5, off, off offset:{}", 12),
+        ("scratch_store_dwordx2 off, v[4:5], off offset:{}", 8),
+    ],
+)  # fmt: skip
+def test_memory_ends_where_it_ends(access: str, last: int) -> None:
+    """At the last place an access is fine, a byte further it is a fault. v[6:7]: two lanes, one in a larger buffer."""
+    for beyond in (0, 1):
+        with DeviceGroup(DeviceConfig()) as group:
+            device = group.devices[0]
+            target, other = device.allocate(512, "target"), device.allocate(1024, "other")
+            body = HEAD + TWO_LANES * ("v[6:7], off" in access) + access.format(last + beyond)
+            kernel = kernel_of(body, lds_bytes=256, scratch_bytes=16)
+            device.default_stream.launch(kernel, (1,), (64,), [other.address, target.address])
+            if beyond:
+                with pytest.raises(MemoryFaultError, match="outside of"):
+                    group.synchronize()
+            else:
+                group.synchronize()
