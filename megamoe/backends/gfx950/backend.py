@@ -37,6 +37,7 @@ from megamoe.weights import LayerWeights
 STAGES: dict[Path, tuple[str, ...]] = {
     Path.FIXED_SLOT: ("quantize", "dispatch_gemm1", "gemm2", "combine"),
     Path.COMPACT: ("quantize", "prepare", "dispatch_gemm1", "gemm2", "combine"),
+    Path.LARGE_M: ("quantize", "large_m"),
 }
 MAX_TOPK = 31
 """Token index, ids and weights of a row are written by one wave at once: 1 + 2 x 31 words."""
@@ -59,7 +60,6 @@ def check_served(deployment: Deployment) -> None:
             deployment.combine_row_format,
         ),
         ("small_m_enabled on gfx950", not deployment.small_m_enabled, not_yet, deployment.small_m_enabled),
-        ("large_m_enabled on gfx950", not deployment.large_m_enabled, not_yet, deployment.large_m_enabled),
     )
     for name, served, need, value in wanted:
         if not served:
@@ -194,6 +194,8 @@ class Gfx950Backend:
             launches.gemm2(codes[stage], plan, w2)
         elif stage == "gemm2":
             launches.identity(codes["identity"], plan)
+        elif stage == "large_m":
+            launches.large_m(codes[stage], plan, w13, w2)
         elif stage == "combine":
             launches.combine(codes[stage], plan)
 

@@ -39,7 +39,7 @@ from megamoe.bundle import Bundle, Path, RowFormat
 from megamoe.errors import ConfigError
 from megamoe.layout import plan_layout
 
-BUILT = (Path.FIXED_SLOT, Path.COMPACT)
+BUILT = (Path.FIXED_SLOT, Path.LARGE_M, Path.COMPACT)
 _ANY_COMPUTE_UNITS = 256
 """Grids depend on them, kernels do not."""
 _PR_SET_PDEATHSIG = 1
@@ -63,7 +63,7 @@ def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpe
                     specs = kernel_specs(
                         layout,
                         block_m=block_m,
-                        compact=path is Path.COMPACT,
+                        path=path,
                         quantized=quantized,
                         fp8=fp8,
                         identity=alone,

@@ -10,8 +10,16 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.gfx950.build import Code, KernelSpec, load_or_compile, shipped
 from megamoe.backends.gfx950.device import Device, Memory
-from megamoe.backends.gfx950.plan import LaunchPlan, inner_bytes
-from megamoe.backends.gfx950.record import FIRST_STATUS, INFO_ERROR, LAST_STATUS, NUM_WORDS, Word
+from megamoe.backends.gfx950.plan import LaunchPlan, inner_bytes, plan_launch
+from megamoe.backends.gfx950.record import (
+    BOARD_BYTES,
+    FIRST_STATUS,
+    INFO_ERROR,
+    LAST_STATUS,
+    NUM_WORDS,
+    SEGMENT_BYTES,
+    Word,
+)
 from megamoe.backends.gfx950.shuffle import Packed
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path
@@ -49,7 +57,7 @@ class BoundLayer:
 
 
 def kernel_specs(
-    layout: HeapLayout, *, block_m: int, compact: bool, quantized: bool, fp8: bool, identity: bool = False
+    layout: HeapLayout, *, path: Path, block_m: int, quantized: bool, fp8: bool, identity: bool = False
 ) -> dict[str, KernelSpec]:
     """The kernels of a sub-step by stage, and those that end one otherwise (close, abort)."""
     shape = layout.bundle.shape
@@ -60,13 +68,21 @@ def kernel_specs(
         "quantize": KernelSpec.of(
             "quantize", NUM_EXPERTS=shape.num_experts, QUANTIZED=int(quantized), **row, **routing
         ),
-        "combine": KernelSpec.of("combine", HIDDEN=shape.hidden, **routing, **owners),
         "close": KernelSpec.of("close", ABORT=0, NUM_RANKS=shape.num_ranks),
         "abort": abort_spec(shape),
     }
-    if compact:
+    if path is Path.COMPACT:
         specs["prepare"] = KernelSpec.of("prepare", COUNTS_WORDS=layout.counts_words, **routing, **owners)
-    if identity:
+    compact = path is Path.COMPACT
+    if path is not Path.LARGE_M:
+        specs["combine"] = KernelSpec.of("combine", HIDDEN=shape.hidden, **routing, **owners)
+    if path is Path.LARGE_M:
+        alone = alone_specs(layout, block_m=block_m, fp8=fp8)
+        constants = dict(alone["gemm1"].constants) | dict(alone["gemm2"].constants) | routing
+        specs["large_m"] = KernelSpec.of(
+            "large_m", COUNTS_WORDS=layout.counts_words, IDENTITY=int(identity), **constants
+        )
+    elif identity:
         moved = {"ROW_BYTES": layout.row_bytes, **routing, **owners}
         specs["dispatch"] = KernelSpec.of("dispatch", COMPACT=int(compact), **moved)
         specs["identity"] = KernelSpec.of("identity", FP8=int(fp8), **row, **owners)
@@ -125,6 +141,12 @@ class RankLaunches:
         self.experts = private("experts", shape.num_experts_per_rank * 16)
         self.row_table = private("row table", layout.max_routed_rows * 16)
         self.inner = private("intermediate rows", layout.max_routed_rows * inner_bytes(shape.intermediate))
+        self.segments = private("segments", shape.num_experts_per_rank * SEGMENT_BYTES)
+        max_tiles = max(
+            plan_launch(shape, 1 << power, device.num_compute_units).max_tiles
+            for power in range(rows.bit_length())
+        )
+        self.board = private("board", max_tiles * BOARD_BYTES)
 
     # ------------------------------------------------------------------------------------------- control
 
@@ -182,8 +204,7 @@ class RankLaunches:
     def codes(self, plan: LaunchPlan, path: Path, *, quantized: bool, identity: bool) -> dict[str, Code]:
         """The compiled kernels of a sub-step."""
         specs = kernel_specs(
-            self.layout, block_m=plan.block_m, compact=path is Path.COMPACT, quantized=quantized, fp8=self.fp8,
-            identity=identity,
+            self.layout, path=path, block_m=plan.block_m, quantized=quantized, fp8=self.fp8, identity=identity
         )  # fmt: skip
         return {stage: self.load(spec) for stage, spec in specs.items()}
 
@@ -240,6 +261,22 @@ class RankLaunches:
             self.device.rank, groups,
         ]  # fmt: skip
         self.device.stream.launch(code, groups, 256, args)
+
+    def large_m(
+        self, code: Code, plan: LaunchPlan, w13: PackedMemory | None, w2: PackedMemory | None
+    ) -> None:
+        weights = [
+            address
+            for packed in (w13, w2)
+            for address in ((0, 0) if packed is None else (packed.codes.address, packed.scales.address))
+        ]
+        groups = plan.large_m_groups
+        args = [
+            self.control.address, self.bases.address, self.heap.address, self.rows.address, self.meta.address,
+            self.experts.address, self.segments.address, self.board.address, *weights, self.inner.address,
+            self.device.rank, plan.max_tiles, plan.large_m_senders, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, plan.gemm_threads, args)
 
     def combine(self, code: Code, plan: LaunchPlan) -> None:
         groups = plan.combine_groups

@@ -12,6 +12,8 @@ their weights are read once (V4-Pro EP8: from 256 and 1024 tokens a rank). By re
 COLUMNS_1, COLUMNS_2 = 32, 64
 """Result columns of a wave in GEMM1 (beside as many gate columns) and GEMM2."""
 SMALL_WORKGROUP = 256
+SENDERS_SHARE = 4
+"""One workgroup of large_m in so many sends rows first. By reasoning: 64 workgroups fill the links of an MI355X."""
 
 
 def rows_bucket(max_rows: int) -> int:
@@ -26,7 +28,10 @@ def inner_bytes(intermediate: int) -> int:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Tile and grids for steps of up to `max_rows` rows a rank. block_m: rows of a tile. *_groups: workgroups."""
+    """Tile and grids for steps of up to `max_rows` rows a rank. block_m: rows of a tile. *_groups: workgroups.
+
+    max_tiles: m-tiles of one owner at most. large_m_senders: workgroups of large_m that send rows before they multiply.
+    """
 
     max_rows: int
     block_m: int
@@ -35,6 +40,9 @@ class LaunchPlan:
     gemm1_groups: int
     gemm2_groups: int
     combine_groups: int
+    large_m_groups: int
+    large_m_senders: int
+    max_tiles: int
 
     @property
     def gemm_threads(self) -> int:
@@ -65,6 +73,8 @@ def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> Launc
         return max(min(num_units, num_compute_units * (2 if block_m < 64 else 1)), 1)
 
     waves = 8 if block_m == 64 else 4
+    # The last workgroup directs, so there are two at least.
+    persistent = max(grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves)) + 1), 2)
 
     return LaunchPlan(
         max_rows=rows,
@@ -74,4 +84,7 @@ def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> Launc
         gemm1_groups=gemm_grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves))),
         gemm2_groups=gemm_grid(m_tiles * -(-shape.hidden // (COLUMNS_2 * waves))),
         combine_groups=grid(-(-rows * parts // 4)),
+        large_m_groups=persistent,
+        large_m_senders=max(persistent // SENDERS_SHARE, 1),
+        max_tiles=m_tiles,
     )

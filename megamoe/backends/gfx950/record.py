@@ -23,6 +23,12 @@ RESULT_INDEX_BITS = 20
 """A routed row names its source rank above these bits and token * num_topk + slot in them (8192 x 32 fit in 18)."""
 
 
+SEGMENT_BYTES = 4 * 2 * MAX_RANKS
+"""Of an expert in large_m, for each source: where its rows begin, and what takes such a row to its pair."""
+BOARD_BYTES = 4 * 5
+"""Of an m-tile on large_m's board: its word, a place among the published, a count, and a chunk of two words."""
+
+
 class Word(IntEnum):
     """Words of the control block. Offsets are bytes from a rank's heap base, of the buffer that the launch uses."""
 
@@ -71,7 +77,22 @@ class Word(IntEnum):
     MET = 42
     """Workgroups that have met in the middle of the launch's one kernel that does so."""
 
+    # large_m. Words that many workgroups change at a time lie in cache lines of their own.
+    LISTED = 48
+    """Workgroups that have sent their lists of rows."""
+    SENT = 49
+    """Workgroups that have sent their rows to a destination: a word each for MAX_RANKS."""
+    TICKETS_1 = 64
+    """Units of GEMM1 that workgroups have taken."""
+    TICKETS_2 = 80
+    READY = 96
+    """Tiles published to GEMM1 in the low half, chunks published to GEMM2 above, bit 63 once no more come."""
+    FINISHED = 112
+    """Units of GEMM2 done, of tiles with rows of a source: a word each for MAX_RANKS, and one for all tiles."""
+    EXPECTED = 128
+    """What FINISHED comes to."""
+
 
 FIRST_STATUS = int(Word.FAILED)
 LAST_STATUS = int(Word.DONE_EPOCH)
-NUM_WORDS = 48
+NUM_WORDS = 144

@@ -117,6 +117,38 @@ def rows_of_sources(lds, needed, compact, num_ranks):
 
 
 @flyc.jit
+def send_in_turn(
+    lds, control, bases, rank, rows, meta, num_senders, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS
+):  # fmt: skip
+    """large_m: the first num_senders workgroups send rows to their slots, one destination after the other, this rank
+    first, and flags as soon as a destination has all of its rows."""
+    lane = fx.thread_idx.x % WAVE
+    num_waves = THREADS // WAVE
+    wave = uniform(fx.block_idx.x * num_waves + fx.thread_idx.x // WAVE)
+    num_rows = control_int(control, Word.NUM_ROWS)
+    first_slot = rank * control_int(control, Word.CAPACITY)
+    rows_offset = control_word(control, Word.ROWS_OFFSET)
+    sent = fx.Int32(0)
+    for turn in range(fx.Int32(0), fx.Int32(NUM_RANKS), fx.Int32(1)):
+        dst_rank = (fx.Int32(turn) + rank) % NUM_RANKS
+        heap = flags.peer_heap(bases, dst_rank)
+        for token in range(wave, num_rows, num_senders * num_waves):
+            token = fx.Int32(token)
+            is_id = lane < TOPK
+            expert = fx.generic_load(words(meta) + (token * META_WORDS + 1 + is_id.select(lane, fx.Int32(0))))
+            owned = (expert >= dst_rank * NUM_EXPERTS) & (expert < (dst_rank + 1) * NUM_EXPERTS)
+            if ballot(is_id & owned) != 0:
+                target = heap + rows_offset + long(first_slot + token) * ROW_BYTES
+                copy_row(rows + long(token) * ROW_BYTES, target, ROW_BYTES)
+                sent = sent + (dst_rank != rank).select(fx.Int32(1), fx.Int32(0))
+        last = flags.arrive(lds, control, num_senders, int(Word.SENT) + dst_rank)
+        if (last == 1) & (fx.thread_idx.x == 0):
+            flags.post_to(control, bases, rank, FlagKind.PAYLOAD, num_rows, dst_rank)
+    if (lane == 0) & (sent > 0):
+        fx.atomic_add(words(control) + 2 * int(Word.ROWS_SENT), sent, syncscope=fx.rocdl.SyncScope.Agent)
+
+
+@flyc.jit
 def exchange(
     lds, tables, control, bases, heap, rows, meta, token_slots, sent_counts, experts, row_table, rank, tile_shift,
     num_groups, COMPACT, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS,

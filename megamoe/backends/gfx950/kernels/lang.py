@@ -99,6 +99,15 @@ def max_of_lanes(value, num_lanes):
     return value
 
 
+def sum_up_to_lane(value):
+    """Sum of an Int32 over the lanes up to and with this one."""
+    lane = fx.thread_idx.x % WAVE
+    for distance in (1, 2, 4, 8, 16, 32):
+        other = fx.shuffle_up(value, distance, WAVE)
+        value = value + (lane >= distance).select(other, fx.Int32(0))
+    return value
+
+
 def ballot(predicate):
     """64-bit mask of the lanes where the predicate holds, as Int64."""
     return fx.Int64(rocdl.ballot(T.i64, predicate))
