@@ -25,8 +25,8 @@ RESULT_INDEX_BITS = 20
 
 SEGMENT_BYTES = 4 * 2 * MAX_RANKS
 """Of an expert in large_m, for each source: where its rows begin, and what takes such a row to its pair."""
-BOARD_BYTES = 4 * 5
-"""Of an m-tile on large_m's board: its word, a place among the published, a count, and a chunk of two words."""
+BOARD_BYTES = 4 * 8
+"""A place of large_m's board, one for each m-tile (see kernels/board.py)."""
 
 
 class Word(IntEnum):

@@ -6,8 +6,9 @@ of GEMM2 a chunk of tiles of one expert that were published together, times one 
 all of them. A ticket is kept until its unit is ready, so that nothing is taken twice or left, and while GEMM1 waits
 for rows GEMM2 goes on. A source whose tiles are all done is told so by its ROWS flag, everyone by RETURN at the end.
 
-Memory of the board, in words, max_tiles of each: tiles (expert << 16 | mask of sources << 8 | log2 of the tiles of a
-chunk), published tiles in order, units of GEMM1 done of each tile; then chunks in order: (first tile, mask of tiles).
+A place of the board holds a tile's word (expert << 16 | mask of sources << 8 | log2 of the tiles of a chunk); of the
+published tiles the one that has this place in their order; units of GEMM1 done of the tile; and of the published chunks
+the one that has this place: its first tile, and the mask of its tiles from there on.
 """
 
 import flydsl.compiler as flyc
@@ -31,7 +32,7 @@ from megamoe.backends.gfx950.kernels.lang import (
     words,
 )
 from megamoe.backends.gfx950.kernels.lists import SEGMENT_WORDS
-from megamoe.backends.gfx950.record import MAX_RANKS, Word
+from megamoe.backends.gfx950.record import BOARD_BYTES, MAX_RANKS, Word
 from megamoe.layout import FlagKind
 
 NONE, GEMM1, GEMM2, END = 0, 1, 2, 3
@@ -63,20 +64,12 @@ def lds_of(num_experts, num_ranks):
     return Lds
 
 
-def _tiles(board):
-    return words(board)
+_TILE, _PUBLISHED, _DONE, _CHUNK, _CHUNK_MASK = range(5)
 
 
-def _published(board, max_tiles):
-    return words(board) + max_tiles
-
-
-def _done(board, max_tiles):
-    return words(board) + 2 * max_tiles
-
-
-def _chunks(board, max_tiles):
-    return pointer(board, fx.Int32, 4) + 3 * max_tiles
+def _at(board, place, word):
+    """Pointer to a word of a place of the board."""
+    return words(board) + (place * (BOARD_BYTES // 4) + word)
 
 
 @flyc.jit
@@ -84,7 +77,7 @@ def clear(board, max_tiles, num_groups, THREADS):
     """Every workgroup its part of what counts up from 0. Seen by all once the counts of this rank have come."""
     first = fx.block_idx.x * THREADS + fx.thread_idx.x
     for at in range(first, max_tiles, num_groups * THREADS):
-        fx.generic_store(_done(board, max_tiles) + fx.Int32(at), fx.Int32(0))
+        fx.generic_store(_at(board, fx.Int32(at), _DONE), fx.Int32(0))
 
 
 # ------------------------------------------------------------------------------------------------------ director
@@ -92,7 +85,7 @@ def clear(board, max_tiles, num_groups, THREADS):
 
 @flyc.jit
 def direct(
-    lds, counted, news, control, bases, heap, experts, segments, board, rank, max_tiles, info,
+    lds, counted, news, control, bases, heap, experts, segments, board, rank, info,
     BLOCK_M, NUM_2, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, THREADS,
 ):  # fmt: skip
     """One workgroup: from the counts of all sources to the last published tile. Sources without rows by the agreed
@@ -119,7 +112,7 @@ def direct(
             if more != 0:
                 if fx.thread_idx.x < WAVE:
                     num_published, num_chunks = publish(
-                        lds, control, board, max_tiles, num_tiles, arrived, arrived | more, num_published, num_chunks
+                        lds, control, board, num_tiles, arrived, arrived | more, num_published, num_chunks
                     )  # fmt: skip
             arrived = arrived | more
             going = ((more != 0) & (arrived != needed)).select(fx.Int32(1), fx.Int32(0))
@@ -223,11 +216,11 @@ def _tiles_of(lds, board, expert, lane, BLOCK_M, NUM_EXPERTS, NUM_RANKS):
             if inside:
                 fx.atomic_add(lds.expected.ptr + src, fx.Int32(1), syncscope=_GROUP)
             start = start + rows
-        fx.generic_store(_tiles(board) + (base + tile), (expert << 16) | (mask << 8) | chunk)
+        fx.generic_store(_at(board, base + tile, _TILE), (expert << 16) | (mask << 8) | chunk)
 
 
 @flyc.jit
-def publish(lds, control, board, max_tiles, num_tiles, before, arrived, num_published, num_chunks):
+def publish(lds, control, board, num_tiles, before, arrived, num_published, num_chunks):
     """One wave publishes the tiles that are complete with the sources in `arrived` and were not with those in `before`.
     Returns (published tiles, chunks) from the start of the launch."""
     lane = fx.thread_idx.x % WAVE
@@ -235,7 +228,7 @@ def publish(lds, control, board, max_tiles, num_tiles, before, arrived, num_publ
         base = fx.Int32(base)
         inside = base + lane < num_tiles
         tile = inside.select(base + lane, num_tiles - 1)
-        word = fx.generic_load(_tiles(board) + tile)
+        word = fx.generic_load(_at(board, tile, _TILE))
         sources = (word >> 8) & 0xFF
         complete = inside & ((sources & ~arrived) == 0) & ((sources & ~before) != 0)
         mask = ballot(complete)
@@ -252,11 +245,11 @@ def publish(lds, control, board, max_tiles, num_tiles, before, arrived, num_publ
             leads = complete & ((tiles & ((fx.Int32(1) << (tile - first)) - 1)) == 0)
             leading = ballot(leads)
             if complete:
-                fx.generic_store(_published(board, max_tiles) + (num_published + lanes_below(mask)), tile)
+                fx.generic_store(_at(board, num_published + lanes_below(mask), _PUBLISHED), tile)
             if leads:
-                at = _chunks(board, max_tiles) + (num_chunks + lanes_below(leading)) * 2
-                fx.generic_store(at, first)
-                fx.generic_store(at + 1, tiles)
+                at = num_chunks + lanes_below(leading)
+                fx.generic_store(_at(board, at, _CHUNK), first)
+                fx.generic_store(_at(board, at, _CHUNK_MASK), tiles)
             num_published = num_published + popcount(mask)
             num_chunks = num_chunks + popcount(leading)
             last = (num_published == num_tiles).select(fx.Int32(_COMPLETE), fx.Int32(0))
@@ -293,8 +286,9 @@ def _look(word):
 
 
 @flyc.jit
-def take(lds, control, board, max_tiles, NUM_1, NUM_2):
-    """Wait for this workgroup's next unit: (task, first tile, mask of tiles from there, tile of columns).
+def take(lds, control, board, NUM_1, NUM_2):
+    """Wait for this workgroup's next unit: returns its task; `told` reads the words first (tile), mask (of tiles from
+    there) and n_tile (of columns) until the next call.
 
     NUM_1, NUM_2: tiles of columns. GEMM2 goes first, so that rows return and memory is read again while it is warm.
     """
@@ -315,12 +309,12 @@ def take(lds, control, board, max_tiles, NUM_1, NUM_2):
             complete, chunks = chunks < 0, chunks & 0x7FFFFFFF
             if (mask == 0) & (at_2 < chunks):
                 fx.memory_fence(ordering=_ORDER.Acquire)
-                chunk = _chunks(board, max_tiles) + at_2 * 2
-                first, mask = uniform(fx.generic_load(chunk)), uniform(fx.generic_load(chunk + 1))
+                first = uniform(fx.generic_load(_at(board, at_2, _CHUNK)))
+                mask = uniform(fx.generic_load(_at(board, at_2, _CHUNK_MASK)))
             lacking = long(0)
             if mask != 0:
                 wanted = (lane < MAX_CHUNK) & (((mask >> (lane % MAX_CHUNK)) & 1) == 1)
-                done = _look(_done(board, max_tiles) + wanted.select(first + lane, first))
+                done = _look(_at(board, wanted.select(first + lane, first), _DONE))
                 lacking = ballot(wanted & (done != NUM_1))
             over = complete & (at_1 >= published) & (at_2 >= chunks)
             task = over.select(fx.Int32(END), task)
@@ -332,7 +326,7 @@ def take(lds, control, board, max_tiles, NUM_1, NUM_2):
         fx.memory_fence(ordering=_ORDER.Acquire)
         n_tile = ticket_2 % NUM_2
         if task == GEMM1:
-            first, mask = fx.generic_load(_published(board, max_tiles) + at_1), fx.Int32(1)
+            first, mask = fx.generic_load(_at(board, at_1, _PUBLISHED)), fx.Int32(1)
             n_tile = ticket_1 % NUM_1
         if lane == 0:
             fx.generic_store(lds.task.ptr, task)
@@ -344,30 +338,36 @@ def take(lds, control, board, max_tiles, NUM_1, NUM_2):
             if task == GEMM2:
                 fx.generic_store(lds.tickets.ptr + 1, _draw(control, int(Word.TICKETS_2)))
     gpu.barrier()
-    return [uniform(fx.generic_load(word.ptr)) for word in (lds.task, lds.first, lds.mask, lds.n_tile)]
+    return told(lds.task)
+
+
+def told(word):
+    """A word of LDS that one wave wrote for all."""
+    return uniform(fx.generic_load(word.ptr))
 
 
 @flyc.jit
-def finish_gemm1(board, max_tiles, m_tile):
+def finish_gemm1(lds, board):
     """A unit of GEMM1 is done: count it, with what it wrote, for those who take the tile's units of GEMM2."""
     rocdl.s_waitcnt(0)
     gpu.barrier()
     if fx.thread_idx.x == 0:
-        at = _done(board, max_tiles) + m_tile
+        at = _at(board, told(lds.first), _DONE)
         fx.atomic_add(at, fx.Int32(1), syncscope=_AGENT, ordering=_ORDER.Release)
 
 
 @flyc.jit
-def finish_gemm2(control, bases, board, rank, first, mask, info, NUM_RANKS):
+def finish_gemm2(lds, control, bases, board, rank, info, NUM_RANKS):
     """A unit of GEMM2 is done: count its tiles for their sources, and tell those that now have all of their rows."""
     rocdl.s_waitcnt(0)
     gpu.barrier()
     if fx.thread_idx.x <= NUM_RANKS:
         lane = fx.thread_idx.x
+        first, mask = told(lds.first), told(lds.mask)
         tiles = fx.Int32(0)
         for i in range_constexpr(MAX_CHUNK):
             inside = (mask >> i) & 1
-            word = fx.generic_load(_tiles(board) + (first + i * inside))
+            word = fx.generic_load(_at(board, first + i * inside, _TILE))
             concerned = (lane == NUM_RANKS).select(fx.Int32(1), (word >> (8 + lane)) & 1)
             tiles = tiles + inside * concerned
         if tiles > 0:
@@ -389,4 +389,17 @@ def _tell(control, bases, rank, lane, info, NUM_RANKS):
             flags.post_to(control, bases, rank, FlagKind.RETURN, info, fx.Int32(dst_rank))
 
 
-__all__ = ["END", "GEMM1", "GEMM2", "NONE", "clear", "direct", "draw", "finish_gemm1", "finish_gemm2", "lds_of", "take"]
+__all__ = [
+    "END",
+    "GEMM1",
+    "GEMM2",
+    "NONE",
+    "clear",
+    "direct",
+    "draw",
+    "finish_gemm1",
+    "finish_gemm2",
+    "lds_of",
+    "take",
+    "told",
+]

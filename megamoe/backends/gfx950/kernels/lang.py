@@ -57,6 +57,11 @@ def uniform(value):
     return fx.Int32(rocdl.readfirstlane(T.i32, value))
 
 
+def of_lane(value, lane):
+    """Int32 of one lane, a Python number, in a scalar register."""
+    return fx.Int32(rocdl.readlane(T.i32, value.ir_value(), fx.Int32(lane).ir_value()))
+
+
 def control_word(control, word):
     """A word of the control block as Int64, in scalar registers."""
     value = fx.generic_load(pointer(control, fx.Int64, 8) + int(word))

@@ -10,7 +10,18 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import const_expr, range_constexpr
 
-from megamoe.backends.gfx950.kernels import board, combine, dispatch, flags, gemm1, gemm2, identity, index, lists, tile
+from megamoe.backends.gfx950.kernels import (
+    board,
+    combine,
+    dispatch,
+    flags,
+    gemm1,
+    gemm2,
+    identity,
+    index,
+    lists,
+    tile,
+)
 from megamoe.backends.gfx950.kernels.lang import WAVE, control_int, control_word, uniform, wide
 from megamoe.backends.gfx950.record import INFO_ERROR, INFO_FP8, Word
 from megamoe.layout import FlagKind
@@ -73,50 +84,53 @@ def large_m_kernel(
         )  # fmt: skip
     if fx.block_idx.x == num_groups - 1:
         board.direct(
-            work, counted, news, control, bases, heap, experts, segments, tiles, rank, max_tiles, info,
+            work, counted, news, control, bases, heap, experts, segments, tiles, rank, info,
             BLOCK_M, num_2, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, threads,
         )  # fmt: skip
 
-    payload = heap + control_word(control, Word.ROWS_OFFSET)
-    pairs = heap + control_word(control, Word.META_OFFSET)
-    capacity = control_int(control, Word.CAPACITY)
-    board.draw(work, control)
-    # One call of `take`: where the compiler finds two, it makes one loop of both, and of barriers that not all waves meet.
-    task = fx.Int32(board.NONE)
-    while task != board.END:
-        task, first, mask, n_tile = board.take(work, control, tiles, max_tiles, num_1, num_2)
-        expert = tile.find_expert(experts, first, NUM_EXPERTS)
+    def find(m_tile):
+        """(expert, first routed row, index of its last row from there on, its records) of an m-tile."""
+        expert = tile.find_expert(experts, m_tile, NUM_EXPERTS)
         record = fx.generic_load(wide(experts) + expert * 4, count=4)
         count, row_base, tile_base = uniform(record[0]), uniform(record[1]), uniform(record[2])
-        segment = lists.read_segment(segments, expert, NUM_RANKS)
+        row = (m_tile - tile_base) * BLOCK_M
+        segment = lists.read_segment(segments, expert)
 
-        def record_of(i, segment=segment, row_base=row_base):
-            return lists.record_of(segment, pairs, capacity, i - row_base, TOPK)
+        def record_of(i):
+            return lists.record_of(control, heap, segment, i - row_base, TOPK, NUM_RANKS)
 
+        return expert, row_base + row, count - row - 1, record_of
+
+    board.draw(work, control)
+    task = fx.Int32(board.NONE)
+    while task != board.END:
+        # Called in one place: of two the compiler makes one loop, and of their barriers some that not all waves meet.
+        task = board.take(work, control, tiles, num_1, num_2)
         if task == board.GEMM1:
             if const_expr(not IDENTITY):
-                row = (first - tile_base) * BLOCK_M
+                expert, first_row, left, record_of = find(board.told(work.first))
                 gemm1.multiply_unit(
-                    staging, payload, lambda i: record_of(i)[0], w13, w13_scales, inner, expert, row_base + row,
-                    count - row - 1, n_tile, BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
+                    staging, heap + control_word(control, Word.ROWS_OFFSET), lambda i: record_of(i)[0],
+                    w13, w13_scales, inner, expert, first_row, left, board.told(work.n_tile),
+                    BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
                 )  # fmt: skip
-            board.finish_gemm1(tiles, max_tiles, first)
+            board.finish_gemm1(work, tiles)
         if task == board.GEMM2:
             for i in range(fx.Int32(0), fx.Int32(board.MAX_CHUNK), fx.Int32(1)):
                 i = fx.Int32(i)
-                if ((mask >> i) & 1) == 1:
-                    row = (first + i - tile_base) * BLOCK_M
+                if ((board.told(work.mask) >> i) & 1) == 1:
+                    expert, first_row, left, record_of = find(board.told(work.first) + i)
                     if const_expr(IDENTITY):
                         give_back_tile(
-                            control, bases, payload, record_of, rank, row_base + row, count - row,
+                            control, bases, heap, record_of, rank, first_row, left,
                             BLOCK_M, HIDDEN, ROW_BYTES, FP8, threads // WAVE,
                         )  # fmt: skip
                     else:
                         gemm2.multiply_unit(
-                            staging, control, bases, record_of, w2, w2_scales, inner, rank, expert, row_base + row,
-                            count - row - 1, n_tile, BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
+                            staging, control, bases, record_of, w2, w2_scales, inner, rank, expert, first_row, left,
+                            board.told(work.n_tile), BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
                         )  # fmt: skip
-            board.finish_gemm2(control, bases, tiles, rank, first, mask, info, NUM_RANKS)
+            board.finish_gemm2(work, control, bases, tiles, rank, info, NUM_RANKS)
 
     came = flags.wait(back, control, bases, heap, rank, FlagKind.ROWS, everyone, NUM_RANKS)
     if came == 1:
@@ -133,12 +147,13 @@ def large_m_kernel(
 
 @flyc.jit
 def give_back_tile(
-    control, bases, rows, record_of, rank, first_row, count, BLOCK_M, HIDDEN, ROW_BYTES, FP8, NUM_WAVES
+    control, bases, heap, record_of, rank, first_row, left, BLOCK_M, HIDDEN, ROW_BYTES, FP8, NUM_WAVES
 ):  # fmt: skip
     """The rows of one tile as they came, for identity experts: a wave takes 512 columns of one."""
     num_parts = (HIDDEN + identity.ELEMENTS - 1) // identity.ELEMENTS
+    rows = heap + control_word(control, Word.ROWS_OFFSET)
     combine_offset = control_word(control, Word.COMBINE_OFFSET)
-    count = (count < BLOCK_M).select(count, fx.Int32(BLOCK_M))
+    count = (left < BLOCK_M).select(left + 1, fx.Int32(BLOCK_M))
     for unit in range(uniform(fx.thread_idx.x // WAVE), count * num_parts, fx.Int32(NUM_WAVES)):
         unit = fx.Int32(unit)
         record = record_of(first_row + unit // num_parts)

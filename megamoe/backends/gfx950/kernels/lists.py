@@ -11,7 +11,7 @@ from flydsl.expr import gpu
 from flydsl.expr.typing import Vector as Vec
 
 from megamoe.backends.gfx950.kernels import flags, index
-from megamoe.backends.gfx950.kernels.lang import control_int, control_word, pointer, uniform, wide, words
+from megamoe.backends.gfx950.kernels.lang import control_int, control_word, of_lane, pointer, words
 from megamoe.backends.gfx950.record import MAX_RANKS, RESULT_INDEX_BITS, SEGMENT_BYTES, Word
 
 SEGMENT_WORDS = SEGMENT_BYTES // 4
@@ -49,21 +49,20 @@ def send(
         gpu.barrier()
 
 
-def read_segment(segments, expert, num_ranks):
-    """(first rows, shifts) of the sources, in scalar registers."""
-    at = wide(segments) + expert * SEGMENT_WORDS
-    parts = [fx.generic_load(at + 4 * i, count=4) for i in range(SEGMENT_WORDS // 4)]
-    found = [uniform(parts[i // 4][i % 4]) for i in range(SEGMENT_WORDS)]
-    return found[:num_ranks], found[MAX_RANKS : MAX_RANKS + num_ranks]
+def read_segment(segments, expert):
+    """An expert's segment, a word a lane: one register of a wave, where scalar ones would not suffice."""
+    return fx.generic_load(words(segments) + (expert * SEGMENT_WORDS + fx.thread_idx.x % SEGMENT_WORDS))
 
 
-def record_of(segment, pairs, capacity, row, topk):
-    """The record (see index.py) of an expert's row, without its last word. pairs: address of this rank's words."""
-    starts, shifts = segment
-    src, shift = fx.Int32(0), shifts[0]
-    for rank in range(1, len(starts)):
+def record_of(control, heap, segment, row, topk, num_ranks):
+    """The record (see index.py) of an expert's row, without its last word."""
+    src, shift = fx.Int32(0), of_lane(segment, MAX_RANKS)
+    for rank in range(1, num_ranks):
         # Of sources that begin at the same row only the last has any.
-        beyond = row >= starts[rank]
-        src, shift = beyond.select(fx.Int32(rank), src), beyond.select(shifts[rank], shift)
-    pair = fx.generic_load(pointer(pairs, fx.Int32, 8) + (row + shift) * 2, count=2)
-    return src * capacity + pair[0] // topk, (src << RESULT_INDEX_BITS) | pair[0], pair[1]
+        beyond = row >= of_lane(segment, rank)
+        src = beyond.select(fx.Int32(rank), src)
+        shift = beyond.select(of_lane(segment, MAX_RANKS + rank), shift)
+    pairs = pointer(heap + control_word(control, Word.META_OFFSET), fx.Int32, 8)
+    pair = fx.generic_load(pairs + (row + shift) * 2, count=2)
+    slot = src * control_int(control, Word.CAPACITY) + pair[0] // topk
+    return slot, (src << RESULT_INDEX_BITS) | pair[0], pair[1]
