@@ -1,4 +1,4 @@
-"""large_m: dispatch, GEMM1, GEMM2 and combine in one persistent launch, overlapped (see lists.py and board.py).
+"""large_m: dispatch, GEMM1, GEMM2 and combine in one persistent launch, overlapped: see lists, board, tickets.
 
 All workgroups send the lists of this rank's rows; then some send the rows while the last one directs and the others
 multiply what has come; in the end all sum tokens. The grid must be co-resident: ranks wait for each other, and
@@ -8,7 +8,7 @@ nobody, GEMM1 for rows, GEMM2 for GEMM1, sums for the owners.
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import const_expr, range_constexpr
+from flydsl.expr import const_expr
 
 from megamoe.backends.gfx950.kernels import (
     board,
@@ -20,7 +20,9 @@ from megamoe.backends.gfx950.kernels import (
     identity,
     index,
     lists,
+    tickets,
     tile,
+    tiling,
 )
 from megamoe.backends.gfx950.kernels.lang import WAVE, control_int, control_word, uniform, wide
 from megamoe.backends.gfx950.record import INFO_ERROR, INFO_FP8, Word
@@ -68,7 +70,8 @@ def large_m_kernel(
     allocator = fx.SharedAllocator()
     sent, counted, news, back, ended = [allocator.allocate(flags.FlagLds).peek() for _ in range(5)]
     tables = allocator.allocate(index.lds_of(NUM_EXPERTS, threads // WAVE)).peek()
-    work = allocator.allocate(board.lds_of(NUM_EXPERTS, NUM_RANKS)).peek()
+    outline = allocator.allocate(tiling.lds_of(NUM_EXPERTS, NUM_RANKS)).peek()
+    work = allocator.allocate(tickets.Lds).peek()
     staging = allocator.allocate(gemm1.lds_of(BLOCK_M)).peek()
 
     board.clear(tiles, max_tiles, num_groups, threads)
@@ -84,7 +87,7 @@ def large_m_kernel(
         )  # fmt: skip
     if fx.block_idx.x == num_groups - 1:
         board.direct(
-            work, counted, news, control, bases, heap, experts, segments, tiles, rank, info,
+            outline, counted, news, control, bases, heap, experts, segments, tiles, rank, info,
             BLOCK_M, num_2, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, threads,
         )  # fmt: skip
 
@@ -101,25 +104,25 @@ def large_m_kernel(
 
         return expert, row_base + row, count - row - 1, record_of
 
-    board.draw(work, control)
-    task = fx.Int32(board.NONE)
-    while task != board.END:
+    tickets.draw(work, control)
+    task = fx.Int32(tickets.NONE)
+    while task != tickets.END:
         # Called in one place: of two the compiler makes one loop, and of their barriers some that not all waves meet.
-        task = board.take(work, control, tiles, num_1, num_2)
-        if task == board.GEMM1:
+        task = tickets.take(work, control, tiles, num_1, num_2)
+        if task == tickets.GEMM1:
             if const_expr(not IDENTITY):
-                expert, first_row, left, record_of = find(board.told(work.first))
+                expert, first_row, left, record_of = find(tickets.told(work.first))
                 gemm1.multiply_unit(
                     staging, heap + control_word(control, Word.ROWS_OFFSET), lambda i: record_of(i)[0],
-                    w13, w13_scales, inner, expert, first_row, left, board.told(work.n_tile),
+                    w13, w13_scales, inner, expert, first_row, left, tickets.told(work.n_tile),
                     BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
                 )  # fmt: skip
-            board.finish_gemm1(work, tiles)
-        if task == board.GEMM2:
-            for i in range(fx.Int32(0), fx.Int32(board.MAX_CHUNK), fx.Int32(1)):
+            tickets.finish_gemm1(work, tiles)
+        if task == tickets.GEMM2:
+            for i in range(fx.Int32(0), fx.Int32(tiling.MAX_CHUNK), fx.Int32(1)):
                 i = fx.Int32(i)
-                if ((board.told(work.mask) >> i) & 1) == 1:
-                    expert, first_row, left, record_of = find(board.told(work.first) + i)
+                if ((tickets.told(work.mask) >> i) & 1) == 1:
+                    expert, first_row, left, record_of = find(tickets.told(work.first) + i)
                     if const_expr(IDENTITY):
                         give_back_tile(
                             control, bases, heap, record_of, rank, first_row, left,
@@ -128,9 +131,9 @@ def large_m_kernel(
                     else:
                         gemm2.multiply_unit(
                             staging, control, bases, record_of, w2, w2_scales, inner, rank, expert, first_row, left,
-                            board.told(work.n_tile), BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
+                            tickets.told(work.n_tile), BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
                         )  # fmt: skip
-            board.finish_gemm2(work, control, bases, tiles, rank, info, NUM_RANKS)
+            tickets.finish_gemm2(work, control, bases, tiles, rank, info, NUM_RANKS)
 
     came = flags.wait(back, control, bases, heap, rank, FlagKind.ROWS, everyone, NUM_RANKS)
     if came == 1:
@@ -180,6 +183,6 @@ def compile_kernel(
 ):
     z, one = fx.Int64(0), fx.Int32(1)
     large_m_kernel(
-        z, z, z, z, z, z, z, z, z, z, z, z, z, one, one, one, one, BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES,
-        COUNTS_WORDS, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, LIMIT_MILLI, FP8, IDENTITY,
+        z, z, z, z, z, z, z, z, z, z, z, z, z, one, one, one, one, BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES,
+        INNER_BYTES, COUNTS_WORDS, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, LIMIT_MILLI, FP8, IDENTITY,
     ).launch(grid=(1, 1, 1), block=(tile.threads_of(BLOCK_M), 1, 1))  # fmt: skip
