@@ -42,6 +42,8 @@ STAGES: dict[Path, tuple[str, ...]] = {
 MAX_TOPK = 31
 """Token index, ids and weights of a row are written by one wave at once: 1 + 2 x 31 words."""
 _FLAG_BYTES = 8
+_PAIR_WORDS = 2
+"""large_m tells an owner of a routed row by its place and weight."""
 _GRACE_S = 1.0
 """How much longer the host waits than the kernels, which know better who is missing."""
 
@@ -234,10 +236,7 @@ class Gfx950Backend:
 
     def _report(self, call: _Call, status: dict[Word, int]) -> SubStepReport:
         sub_step, layout, shape = call.launch.sub_step, self.launches.layout, self.bundle.shape
-        peers = shape.num_ranks - 1
-        counted = sub_step.path is Path.COMPACT
-        meta_rows = status[Word.ROWS_SENT] if counted else peers * call.batch.num_rows
-        num_flags = 2 + counted + call.launch.closing
+        counted = sub_step.path in (Path.COMPACT, Path.LARGE_M)
         result_bytes = shape.hidden + layout.sf_bytes if self.fp8 else layout.result_bytes
         counts = self.launches.rows_per_expert()
         block_m = call.plan.block_m
@@ -253,17 +252,30 @@ class Gfx950Backend:
                 count_exchanges=int(counted),
                 prepare_passes=int(counted),
                 launches=call.num_launches,
-                group_barriers=int(counted) + int(call.launch.closing),
+                group_barriers=int(sub_step.path is Path.COMPACT) + int(call.launch.closing),
                 bytes_sent=status[Word.ROWS_SENT] * layout.row_bytes
-                + meta_rows * 4 * layout.meta_words
                 + status[Word.ROWS_RETURNED] * result_bytes
-                + peers * (num_flags * _FLAG_BYTES + 4 * shape.num_ranks * counted),
+                + self._bytes_beside(call, status[Word.ROWS_SENT]),
                 padded_rows=sum(-count % block_m for count in counts) if call.layer.w13 is not None else 0,
                 dropped_slots=int((call.batch.topk_ids < 0).sum()),
                 rows_received=sum(counts),
             ),
             times=StageTimes(total_us=(time.perf_counter() - call.started_s) * 1e6),
         )
+
+    def _bytes_beside(self, call: _Call, rows_sent: int) -> int:
+        """Bytes to peers that are no rows: ids and weights, counts, flags."""
+        shape, layout, path = self.bundle.shape, self.launches.layout, call.launch.sub_step.path
+        peers = shape.num_ranks - 1
+        words = layout.meta_words * (rows_sent if path is Path.COMPACT else peers * call.batch.num_rows)
+        counts, num_flags = 0, 2
+        if path is Path.COMPACT:
+            counts, num_flags = shape.num_ranks, 3
+        elif path is Path.LARGE_M:
+            counts, num_flags = shape.num_experts_per_rank, 4
+            owners = call.batch.topk_ids.div(shape.num_experts_per_rank, rounding_mode="floor")
+            words = _PAIR_WORDS * int(((owners >= 0) & (owners != self.rank)).sum())
+        return 4 * words + peers * (4 * counts + _FLAG_BYTES * (num_flags + call.launch.closing))
 
     def abandon(self, error: BaseException) -> None:
         """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
