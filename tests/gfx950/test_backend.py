@@ -1,4 +1,4 @@
-"""Both paths on eight emulated ranks: right against the oracle, bitwise in transport, no report of any detector."""
+"""The paths on eight emulated ranks: right against the oracle, bitwise in transport, no report of any detector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megamoe.runtime import Runtime
 from megamoe.step import Phase, PlanId, StepIntent, agree
 from megamoe.weights import LayerWeights, shard
 
-PATHS = (Path.FIXED_SLOT, Path.COMPACT)
+PATHS = (Path.FIXED_SLOT, Path.LARGE_M, Path.COMPACT)
 FORMATS = (RowFormat.BF16, RowFormat.FP8)
 ROWS = {
     "even": [3] * 8,
@@ -82,7 +82,7 @@ def test_layers_and_paths_alternate_on_one_operator() -> None:
     with Ranks(emulated(shape_of()), seed=2) as ranks:
         layers = [ranks.bind(slot_idx, slot_idx) for slot_idx in range(2)]
         for epoch in range(8):
-            path, slot_idx = PATHS[epoch // 2 % 2], epoch % 2
+            path, slot_idx = PATHS[epoch % len(PATHS)], epoch % 2
             batches = batches_of(ranks.shape, [epoch % 3 + 1] * 8, seed=epoch)
             outs, _ = ranks.run(path, batches, epoch=epoch, slot_idx=slot_idx)
             check(outs, [quantized_moe(batch, layers[slot_idx], ranks.shape) for batch in batches])
@@ -122,14 +122,18 @@ def test_paths_agree_bitwise_and_say_what_they_did() -> None:
         batches = batches_of(ranks.shape, ROWS["uneven"], no_expert_share=0.1)
         fixed, fixed_reports = ranks.run(Path.FIXED_SLOT, batches, epoch=0)
         compact, compact_reports = ranks.run(Path.COMPACT, batches, epoch=1)
+        large, large_reports = ranks.run(Path.LARGE_M, batches, epoch=2)
         assert torch.equal(torch.cat(fixed), torch.cat(compact))
+        assert torch.equal(torch.cat(large), torch.cat(compact))
         check(fixed, [quantized_moe(batch, weights, ranks.shape) for batch in batches])
     routed = sum(int((batch.topk_ids >= 0).sum()) for batch in batches)
-    for reports, counted in ((fixed_reports, 0), (compact_reports, 1)):
+    for reports, counted, barriers, launched in (
+        (fixed_reports, 0, 0, 4), (compact_reports, 1, 1, 5), (large_reports, 1, 0, 2)
+    ):  # fmt: skip
         assert {report.counters.count_exchanges for report in reports} == {counted}
         assert {report.counters.prepare_passes for report in reports} == {counted}
-        assert {report.counters.group_barriers for report in reports} == {counted}
-        assert {report.counters.launches for report in reports} == {4 + counted}
+        assert {report.counters.group_barriers for report in reports} == {barriers}
+        assert {report.counters.launches for report in reports} == {launched}
         assert sum(report.counters.rows_received for report in reports) == routed
         assert sum(report.counters.dropped_slots for report in reports) == 6 * sum(ROWS["uneven"]) - routed
 
@@ -191,24 +195,26 @@ def test_a_refused_call_is_an_error_on_all_ranks_and_the_next_works() -> None:
         )
 
 
-def test_a_rank_that_does_not_come_is_named_by_all() -> None:
+@pytest.mark.parametrize("path", [Path.LARGE_M, Path.COMPACT])
+def test_a_rank_that_does_not_come_is_named_by_all(path: Path) -> None:
     with Ranks(emulated(shape_of())) as ranks:
         ranks.bind_identity()
         batches = batches_of(ranks.shape, [2] * 8, exact=True)
         present = [rank for rank in range(8) if rank != 5]
-        ranks.begin(Path.COMPACT, batches, ranks=present)
+        ranks.begin(path, batches, ranks=present)
         for rank in present:
             with pytest.raises(PeerTimeoutError, match=r"ranks \[5\] did not come") as error:
                 ranks.backends[rank].finish()
             assert error.value.missing_ranks == (5,)
             ranks.backends[rank].abandon(error.value)
-        outs, _ = ranks.run(Path.COMPACT, batches, epoch=1)
+        outs, _ = ranks.run(path, batches, epoch=1)
         assert all(
             torch.equal(out, identity_moe(b, ranks.shape)) for out, b in zip(outs, batches, strict=True)
         )
 
 
-def test_kernels_end_their_waits_by_themselves() -> None:
+@pytest.mark.parametrize("path", [Path.LARGE_M, Path.COMPACT])
+def test_kernels_end_their_waits_by_themselves(path: Path) -> None:
     """With a clock that is soon over, the waiting kernels give up, record who is missing and tell their peers."""
     with Ranks(emulated(shape_of()), num_cus=8) as ranks:
         ranks.bind_identity()
@@ -216,7 +222,7 @@ def test_kernels_end_their_waits_by_themselves() -> None:
             backend.device.tick_hz = 2.0
         batches = batches_of(ranks.shape, [2] * 8, exact=True)
         present = [rank for rank in range(8) if rank != 2]
-        ranks.begin(Path.COMPACT, batches, ranks=present)
+        ranks.begin(path, batches, ranks=present)
         for rank in present:
             with pytest.raises(PeerTimeoutError, match="in its counts flag") as error:
                 ranks.backends[rank].finish()
@@ -257,21 +263,28 @@ def test_what_is_not_served_is_refused() -> None:
         Ranks(emulated(shape_of(), small_m_enabled=True))
     with Ranks(emulated(shape_of())) as ranks:
         with pytest.raises(
-            IneligibleError, match="path on gfx950 must be one of fixed_slot, compact, got large_m"
+            IneligibleError, match="path on gfx950 must be one of fixed_slot, compact, large_m, got small_m"
         ):
-            ranks.backends[0].stages(Path.LARGE_M)
+            ranks.backends[0].stages(Path.SMALL_M)
         with pytest.raises(BindingError, match="slot 1 has no weights"):
             ranks.begin(Path.COMPACT, batches_of(ranks.shape, [1] * 8), slot_idx=1)
 
 
 def test_through_the_runtime_with_a_thread_a_rank() -> None:
-    """open, bind_layer with its self-check, forward on both paths, a cut step, close: as a service would."""
+    """open, bind_layer with its self-check, forward on all paths, cut steps, close: as a service would."""
     shape = shape_of(num_ranks=4, num_experts=16, num_layers=1)
     deployment = emulated(
-        shape, max_tokens_per_rank=8, fixed_slot_max=4, large_m_capacity=8, small_m_capacities=()
+        shape,
+        max_tokens_per_rank=8,
+        fixed_slot_max=4,
+        small_m_capacities=(),
+        large_m_capacity=8,
+        large_m_min_tokens=6,
+        large_m_enabled=True,
     )
     weights = layer_weights(shape)
-    steps = [[2, 0, 3, 1], [8, 5, 0, 7], [13, 20, 0, 9]]
+    steps = [[2, 0, 3, 1], [8, 5, 0, 7], [13, 20, 0, 9], [7, 0, 1, 2], [14, 0, 3, 16]]
+    phases = [Phase.DECODE] * 3 + [Phase.PREFILL] * 2
     batches = [batches_of(shape, rows, seed=i, no_expert_share=0.1) for i, rows in enumerate(steps)]
     paths: dict[int, list[Path]] = {}
     outs: dict[tuple[int, int], torch.Tensor] = {}
@@ -285,7 +298,7 @@ def test_through_the_runtime_with_a_thread_a_rank() -> None:
                     intents = [
                         StepIntent(
                             rank=peer, num_ranks=4, plan_id=PlanId(1, i, 0), num_rows=count,
-                            phase=Phase.DECODE if count else Phase.IDLE,
+                            phase=phases[i] if count else Phase.IDLE,
                         )
                         for peer, count in enumerate(rows)
                     ]  # fmt: skip
@@ -302,24 +315,28 @@ def test_through_the_runtime_with_a_thread_a_rank() -> None:
     for thread in threads:
         thread.join(200)
     assert not errors
-    assert paths == {0: [Path.FIXED_SLOT], 1: [Path.COMPACT], 2: [Path.COMPACT] * 2 + [Path.FIXED_SLOT]}
+    assert paths == {
+        0: [Path.FIXED_SLOT], 1: [Path.COMPACT], 2: [Path.COMPACT] * 2 + [Path.FIXED_SLOT],
+        3: [Path.LARGE_M], 4: [Path.LARGE_M] * 2,
+    }  # fmt: skip
     for i in range(len(steps)):
         check([outs[i, rank] for rank in range(4)], [quantized_moe(b, weights, shape) for b in batches[i]])
 
 
-def test_one_buffer_twice_in_a_row() -> None:
+@pytest.mark.parametrize("path", [Path.FIXED_SLOT, Path.LARGE_M])
+def test_one_buffer_twice_in_a_row(path: Path) -> None:
     """After a skipped sequence: a fast rank must not overwrite flags that an idle one has yet to see."""
     with Ranks(emulated(shape_of()), seed=11) as ranks:
         ranks.bind_identity()
         batches = batches_of(ranks.shape, [2, 0, 0, 1, 0, 3, 0, 0], exact=True)
-        outs = [ranks.begin(Path.FIXED_SLOT, batches, epoch=epoch) for epoch in (0,)]
+        outs = [ranks.begin(path, batches, epoch=epoch) for epoch in (0,)]
         for epoch in (0, 2, 4, 6):
             for backend in ranks.backends:
                 backend.finish()
             for out, batch in zip(outs[-1], batches, strict=True):
                 assert torch.equal(out, identity_moe(batch, ranks.shape))
-            outs.append(ranks.begin(Path.FIXED_SLOT, batches, epoch=epoch + 2))
-        assert all(backend.finish().path is Path.FIXED_SLOT for backend in ranks.backends)
+            outs.append(ranks.begin(path, batches, epoch=epoch + 2))
+        assert all(backend.finish().path is path for backend in ranks.backends)
         assert ranks.reports() == []
 
 

@@ -67,6 +67,8 @@ def large_m_kernel(
     num_2 = 1 if IDENTITY else gemm2.num_n_tiles(HIDDEN, BLOCK_M)
     info = fx.Int32(INFO_FP8 if FP8 else 0)
     everyone = fx.Int32((1 << NUM_RANKS) - 1)
+    # Small tiles mean that most experts have one, which alone reads their weights.
+    streaming = BLOCK_M < 64
     allocator = fx.SharedAllocator()
     sent, counted, news, back, ended = [allocator.allocate(flags.FlagLds).peek() for _ in range(5)]
     tables = allocator.allocate(index.lds_of(NUM_EXPERTS, threads // WAVE)).peek()
@@ -115,7 +117,7 @@ def large_m_kernel(
                 gemm1.multiply_unit(
                     staging, heap + control_word(control, Word.ROWS_OFFSET), lambda i: record_of(i)[0],
                     w13, w13_scales, inner, expert, first_row, left, tickets.told(work.n_tile),
-                    BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI,
+                    BLOCK_M, HIDDEN, INTERMEDIATE, ROW_BYTES, INNER_BYTES, LIMIT_MILLI, streaming,
                 )  # fmt: skip
             tickets.finish_gemm1(work, tiles)
         if task == tickets.GEMM2:
@@ -131,7 +133,7 @@ def large_m_kernel(
                     else:
                         gemm2.multiply_unit(
                             staging, control, bases, record_of, w2, w2_scales, inner, rank, expert, first_row, left,
-                            tickets.told(work.n_tile), BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8,
+                            tickets.told(work.n_tile), BLOCK_M, HIDDEN, INTERMEDIATE, INNER_BYTES, FP8, streaming,
                         )  # fmt: skip
             tickets.finish_gemm2(work, control, bases, tiles, rank, info, NUM_RANKS)
 
