@@ -118,9 +118,11 @@ class Ranks:
         slot_idx: int = 0,
         refusing: Sequence[int] = (),
         ranks: Sequence[int] | None = None,
+        stages: Sequence[str] | None = None,
         timeout_s: float = 100.0,
     ) -> list[torch.Tensor]:
-        """Queue a sub-step on all (or some) ranks; returns their outputs, to be filled by `finish`."""
+        """Queue a sub-step (or some stages of it) on all (or some) ranks; returns their outputs, to be filled by
+        `finish`."""
         counts = tuple(batch.num_rows for batch in batches)
         capacity = plan_bundle(self.deployment).capacities(path)[-1]
         sub_step = SubStep(
@@ -142,7 +144,7 @@ class Ranks:
                 refused=rank in refusing, deadline_s=time.monotonic() + timeout_s,
             )  # fmt: skip
             backend.begin(launch, batch, outs[rank])
-            for stage in backend.stages(path):
+            for stage in backend.stages(path) if stages is None else stages:
                 backend.launch(stage)
         return outs
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megamoe import mx
-from megamoe.backends.gfx950.record import RESULT_INDEX_BITS
+from megamoe.backends.gfx950.record import MAX_CHUNK, MAX_RANKS, RESULT_INDEX_BITS
 from megamoe.backends.gfx950.shuffle import plain_scales, row_scales
 from megamoe.layout import HeapLayout
 from megamoe.shape import MX_BLOCK
@@ -97,6 +97,62 @@ def dispatch(
     return Dispatched(
         torch.tensor(records, dtype=torch.int32), torch.tensor(table, dtype=torch.int32).view(len(table), 4)
     )
+
+
+def lists(layout: HeapLayout, words: torch.Tensor, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a source's words [n, meta_words] come to for an owner in large_m: (rows of each of its experts [E], pairs
+    (token * num_topk + slot, weight bits) [m, 2], expert after expert), all int32."""
+    shape = layout.bundle.shape
+    num_experts, num_topk = shape.num_experts_per_rank, shape.num_topk
+    pairs: list[list[list[int]]] = [[] for _ in range(num_experts)]
+    for token, line in enumerate(words.tolist()):
+        for k in range(num_topk):
+            expert = line[1 + k] - owner * num_experts
+            if 0 <= expert < num_experts:
+                pairs[expert].append([token * num_topk + k, line[1 + num_topk + k]])
+    flat = [pair for of_expert in pairs for pair in of_expert]
+    counts = torch.tensor([len(of_expert) for of_expert in pairs], dtype=torch.int32)
+    return counts, torch.tensor(flat, dtype=torch.int32).view(len(flat), 2)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What large_m's director writes: experts [E, 4], segments [E, 2 MAX_RANKS], tiles [t] (words of the board)."""
+
+    experts: torch.Tensor
+    segments: torch.Tensor
+    tiles: torch.Tensor
+
+    def sources(self, tile: int) -> int:
+        """Mask of the sources whose rows a tile holds."""
+        return int(self.tiles[tile]) >> 8 & 0xFF
+
+
+def tiling(layout: HeapLayout, counts: torch.Tensor, *, capacity: int, block_m: int) -> Tiling:
+    """counts [num_ranks, E]: rows that each source brings to each expert of an owner; capacity: of the runtime."""
+    num_ranks, num_experts = counts.shape
+    part = capacity * layout.meta_words // 2
+    before, starts = counts.cumsum(1) - counts, counts.cumsum(0) - counts
+    segments = torch.zeros(num_experts, 2 * MAX_RANKS, dtype=torch.int32)
+    segments[:, :num_ranks] = starts.T
+    sources = torch.arange(num_ranks)[:, None]
+    segments[:, MAX_RANKS : MAX_RANKS + num_ranks] = (before + part * sources - starts).T
+    records, tiles, row_base = [], [], 0
+    for expert in range(num_experts):
+        rows = int(counts[:, expert].sum())
+        num_tiles = -(-rows // block_m)
+        records.append([rows, row_base, len(tiles), 0])
+        chunk = max(min(num_tiles // 2, MAX_CHUNK), 1).bit_length() - 1
+        for low in range(0, rows, block_m):
+            mask = sum(
+                1 << src
+                for src in range(num_ranks)
+                if counts[src, expert] and starts[src, expert] < low + block_m
+                and starts[src, expert] + counts[src, expert] > low
+            )  # fmt: skip
+            tiles.append(expert << 16 | mask << 8 | chunk)
+        row_base += rows
+    return Tiling(torch.tensor(records, dtype=torch.int32), segments, torch.tensor(tiles, dtype=torch.int32))
 
 
 def gemm1(

@@ -103,12 +103,13 @@ def _is_of(flag, epoch):
 
 
 @flyc.jit
-def wait(lds, control, bases, heap, rank, kind, needed, NUM_RANKS, ANY=False):
+def wait(lds, control, bases, heap, rank, kind, needed, NUM_RANKS, UNLESS=None):
     """Wait for the flags of the ranks in the mask `needed` (Int32), whole workgroups at a time.
 
     Returns 1 if all came, else 0 (at once if an earlier wait of this launch failed). lds.infos then holds the info half
     of every rank's flag, of no meaning for ranks that were not needed.
-    ANY: wait until one of them has come; returns the mask of those that have, 0 if none did.
+    UNLESS: a function. Then the wait ends as soon as one of them has come, or it holds; returns the mask of those that
+    have, -1 if the wait failed.
     """
     if fx.thread_idx.x < 64:
         lane = fx.thread_idx.x
@@ -124,24 +125,29 @@ def wait(lds, control, bases, heap, rank, kind, needed, NUM_RANKS, ANY=False):
         flag, given_up = poll(word), poll(abort)
         lacking = ballot(watched & (_is_of(flag, epoch) == False))  # noqa: E712
         gone = ballot((lane < NUM_RANKS) & _is_of(given_up, epoch))
-        enough = long(needed) - 1 if ANY else long(0)
+        enough = long(needed) - 1 if const_expr(UNLESS) else long(0)
         started = clock()
         late = failed != 0
-        while (lacking > enough) & (gone == 0) & (late == False):  # noqa: E712
+        stopped = UNLESS() if const_expr(UNLESS) else lacking <= enough
+        while (lacking > enough) & (gone == 0) & (late == False) & (stopped == False):  # noqa: E712
             rocdl.s_sleep(2)
             flag, given_up = poll(word), poll(abort)
             lacking = ballot(watched & (_is_of(flag, epoch) == False))  # noqa: E712
             gone = ballot((lane < NUM_RANKS) & _is_of(given_up, epoch))
             late = clock() - started > timeout
-        came = (lacking <= enough) & (gone == 0) & (failed == 0)
+            if const_expr(UNLESS):
+                stopped = UNLESS()
+        came = ((lacking <= enough) | stopped) & (gone == 0) & (failed == 0)
         if (came == False) & (failed == 0):  # noqa: E712
             _give_up(control, bases, rank, kind, flag, given_up, lacking, gone, epoch, NUM_RANKS)
         fx.memory_fence(ordering=_ORDER.Acquire)
         if lane < NUM_RANKS:
             fx.generic_store(lds.infos.ptr + lane, fx.Int32(flag >> 32))
         if lane == 0:
-            mask = needed & ~fx.Int32(lacking) if const_expr(ANY) else fx.Int32(1)
-            fx.generic_store(lds.came.ptr, came.select(mask, fx.Int32(0)))
+            result = fx.Int32(1)
+            if const_expr(UNLESS):
+                result = needed & ~fx.Int32(lacking)
+            fx.generic_store(lds.came.ptr, came.select(result, fx.Int32(-1 if UNLESS else 0)))
     gpu.barrier()
     return fx.generic_load(lds.came.ptr)
 

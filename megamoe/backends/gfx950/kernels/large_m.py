@@ -25,7 +25,7 @@ from megamoe.backends.gfx950.kernels import (
     tiling,
 )
 from megamoe.backends.gfx950.kernels.lang import WAVE, control_int, control_word, uniform, wide
-from megamoe.backends.gfx950.record import INFO_ERROR, INFO_FP8, Word
+from megamoe.backends.gfx950.record import INFO_ERROR, INFO_FP8, MAX_CHUNK, Word
 from megamoe.layout import FlagKind
 
 
@@ -90,7 +90,7 @@ def large_m_kernel(
     if fx.block_idx.x == num_groups - 1:
         board.direct(
             outline, counted, news, control, bases, heap, experts, segments, tiles, rank, info,
-            BLOCK_M, num_2, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, threads,
+            num_groups, BLOCK_M, num_1, num_2, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, threads,
         )  # fmt: skip
 
     def find(m_tile):
@@ -121,7 +121,7 @@ def large_m_kernel(
                 )  # fmt: skip
             tickets.finish_gemm1(work, tiles)
         if task == tickets.GEMM2:
-            for i in range(fx.Int32(0), fx.Int32(tiling.MAX_CHUNK), fx.Int32(1)):
+            for i in range(fx.Int32(0), fx.Int32(MAX_CHUNK), fx.Int32(1)):
                 i = fx.Int32(i)
                 if ((tickets.told(work.mask) >> i) & 1) == 1:
                     expert, first_row, left, record_of = find(tickets.told(work.first) + i)

@@ -12,8 +12,8 @@ from flydsl.expr import gpu, range_constexpr, rocdl
 
 from megamoe.backends.gfx950.kernels import board
 from megamoe.backends.gfx950.kernels.lang import WAVE, ballot, long, pointer, uniform, words
-from megamoe.backends.gfx950.kernels.tiling import CHUNK, CHUNK_MASK, DONE, MAX_CHUNK, PUBLISHED, TILE, place
-from megamoe.backends.gfx950.record import Word
+from megamoe.backends.gfx950.kernels.tiling import CHUNK, CHUNK_MASK, DONE, PUBLISHED, TILE, place
+from megamoe.backends.gfx950.record import MAX_CHUNK, Word
 
 NONE, GEMM1, GEMM2, END = range(4)
 """Tasks."""

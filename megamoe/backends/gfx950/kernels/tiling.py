@@ -19,12 +19,10 @@ from megamoe.backends.gfx950.kernels.lang import (
     words,
 )  # fmt: skip
 from megamoe.backends.gfx950.kernels.lists import SEGMENT_WORDS
-from megamoe.backends.gfx950.record import BOARD_BYTES, MAX_RANKS, Word
+from megamoe.backends.gfx950.record import BOARD_BYTES, MAX_CHUNK, MAX_RANKS, Word
 
-TILE, PUBLISHED, DONE, CHUNK, CHUNK_MASK = range(5)
+TILE, PUBLISHED, DONE, IN_CHUNK, CHUNK, CHUNK_MASK = range(6)
 """Words of a place of the board; board.py says what they are."""
-MAX_CHUNK = 8
-"""Tiles of a chunk at most: of an expert with 16 tiles or more; with fewer 4, 2 or 1, so that chunks are enough."""
 _GROUP = rocdl.SyncScope.Workgroup
 
 
@@ -155,3 +153,4 @@ def write_tiles(lds, tiles, expert, BLOCK_M, NUM_EXPERTS, NUM_RANKS):
             start = start + rows
         word = (expert << 16) | (mask << 8) | chunk
         fx.generic_store(place(tiles, base + fx.Int32(tile), TILE), word)
+        fx.generic_store(place(tiles, base + fx.Int32(tile), IN_CHUNK), fx.Int32(0))
