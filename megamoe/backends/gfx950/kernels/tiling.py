@@ -85,7 +85,9 @@ def gather_counts(lds, counts, at, come, NUM_EXPERTS):
     for first in range_constexpr(0, NUM_EXPERTS, WAVE):
         known = lane + first < NUM_EXPERTS
         expert = known.select(lane + first, fx.Int32(0))
-        rows = (known & come).select(fx.generic_load(counts + expert), fx.Int32(0))
+        rows = fx.Int32(0)
+        if known & come:
+            rows = fx.generic_load(counts + expert)
         end = total + sum_up_to_lane(rows)
         if known:
             fx.generic_store(lds.counts.ptr + (at + expert), rows)
