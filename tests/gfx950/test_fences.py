@@ -46,6 +46,8 @@ def run(path: Path, *, identity: bool, seed: int) -> list[str]:
         ("dispatch", Path.FIXED_SLOT, True),
         ("prepare", Path.COMPACT, True),
         ("dispatch_gemm1", Path.FIXED_SLOT, False),
+        ("large_m", Path.LARGE_M, True),
+        ("large_m", Path.LARGE_M, False),
     ],
 )
 def test_a_kernel_without_them_is_caught(
