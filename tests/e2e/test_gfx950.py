@@ -6,24 +6,22 @@ from megamoe import Path
 from service.client import MoeGroup
 from tests.e2e.harness import check_numbers, group_rows, running
 
-WITHOUT_FUSED_PATHS = (
-    "--profile=emulated",
-    "--small-m-capacities=",
-    "--no-small-m-enabled",
-    "--large-m-capacity=8192",
-    "--no-large-m-enabled",
-)
-COUNTS = {Path.FIXED_SLOT: [2, 0, 3, 1, 0, 1, 9, 2], Path.COMPACT: [40, 0, 3, 1, 0, 1, 9, 2]}
+WITHOUT_SMALL_M = ("--profile=emulated", "--small-m-capacities=", "--no-small-m-enabled")
+STEPS = {
+    Path.FIXED_SLOT: ("decode", [2, 0, 3, 1, 0, 1, 9, 2]),
+    Path.COMPACT: ("decode", [40, 0, 3, 1, 0, 1, 9, 2]),
+    Path.LARGE_M: ("prefill", [50, 0, 3, 1, 0, 1, 9, 2]),
+}
 
 
 def test_a_service_whose_ranks_are_emulated_gpus() -> None:
     with (
-        running("--step-timeout-s=60", *WITHOUT_FUSED_PATHS) as service,
+        running("--step-timeout-s=60", *WITHOUT_SMALL_M) as service,
         MoeGroup.connect(service.front, holder="gfx950-test") as group,
     ):
-        for path, counts in COUNTS.items():
+        for path, (phase, counts) in STEPS.items():
             batches = group_rows(counts, seed=3)
-            with group.step(counts, "decode") as step:
+            with group.step(counts, phase) as step:
                 for layer_idx in (0, 3):
                     outs = step.layer(layer_idx, batches)
                     assert [report.path for report in outs.sub_steps] == [path]
