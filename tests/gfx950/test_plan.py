@@ -33,6 +33,9 @@ def test_kernels_that_wait_are_co_resident(rows: int) -> None:
     plan = plan_launch(V4_PRO, rows, 256)
     assert 1 <= plan.dispatch_groups <= 256
     assert 1 <= plan.combine_groups <= 256
+    # Of large_m one directs, and the senders are others.
+    assert 2 <= plan.large_m_groups <= 256
+    assert 1 <= plan.large_m_senders < plan.large_m_groups
     # Two workgroups of four waves and 17 KiB of LDS a compute unit, or one of eight waves.
     assert 1 <= plan.gemm1_groups <= 256 * (2 if plan.block_m == 32 else 1)
 

@@ -18,7 +18,7 @@ from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, shape_
 from megamoe.bundle import Path
 from megamoe.routing import DISTRIBUTIONS
 
-SIZES = {Path.FIXED_SLOT: (1, 8, 32), Path.COMPACT: (8, 64)}
+SIZES = {Path.FIXED_SLOT: (1, 8, 32), Path.COMPACT: (8, 64), Path.LARGE_M: (64,)}
 
 
 def measure(hidden: int, intermediate: int, distribution: str) -> list[dict[str, object]]:
@@ -27,6 +27,7 @@ def measure(hidden: int, intermediate: int, distribution: str) -> list[dict[str,
     matrix = {
         "dispatch_gemm1": 2 * intermediate * hidden * 17 // 32,
         "gemm2": hidden * intermediate * 17 // 32,
+        "large_m": 3 * hidden * intermediate * 17 // 32,
     }
     records: list[dict[str, object]] = []
     with Ranks(emulated(shape), checked=False) as ranks:

@@ -1,6 +1,6 @@
 """The full proof on emulated ranks: `python -m megamoe.backends.gfx950.selftest` prints a line a check.
 
-Both paths x every distribution x every way to fill ranks x both row formats against the quantization-aware oracle; a
+Every path x every distribution x every way to fill ranks x both row formats against the quantization-aware oracle; a
 sample of them under many schedules; transport bitwise; epochs over the wraps; layers and paths in turn on one operator;
 every tile at the tuned shape. All detectors are on, and a report of one is a failure. Exits with 1 if a check failed.
 """
@@ -22,9 +22,9 @@ from megamoe.reference import QUANTIZED_REL_L2, identity_moe, quantized_moe, rel
 from megamoe.routing import DISTRIBUTIONS
 from megamoe.shape import MoeShape
 
-PATHS = (Path.FIXED_SLOT, Path.COMPACT)
+PATHS = (Path.FIXED_SLOT, Path.LARGE_M, Path.COMPACT)
 FORMATS = (RowFormat.BF16, RowFormat.FP8)
-CAPACITY = {Path.FIXED_SLOT: 32, Path.COMPACT: 64}
+CAPACITY = {Path.FIXED_SLOT: 32, Path.LARGE_M: 64, Path.COMPACT: 64}
 FILLINGS: dict[str, tuple[tuple[int, ...], float]] = {
     "even": ((4,) * 8, 0.0),
     "uneven": ((1, 12, 3, 7, 2, 9, 4, 5), 0.0),
@@ -95,7 +95,9 @@ def forward_checks(log: Log, shape: MoeShape, path: Path, row_format: RowFormat)
 
                 def run(batches: list[MoeBatch] = batches, epoch: int = epoch) -> str:
                     ranks.schedule(epoch + 1)
-                    outs, _ = ranks.run(path, batches, epoch=epoch)
+                    outs, _ = ranks.run(path, batches, epoch=2 * epoch)
+                    if path is Path.LARGE_M:
+                        same_bits(outs, ranks.run(Path.COMPACT, batches, epoch=2 * epoch + 1)[0])
                     silent(ranks)
                     return right(
                         outs, [quantized_moe(batch, weights, shape, row_format) for batch in batches]
@@ -160,7 +162,7 @@ def epoch_checks(log: Log, shape: MoeShape, num_epochs: int) -> None:
         with Ranks(emulated(shape), seed=6) as ranks:
             layers = [ranks.bind(slot_idx, slot_idx) for slot_idx in range(2)]
             for epoch in range(num_epochs):
-                path, slot_idx = PATHS[epoch // 2 % 2], epoch % 2
+                path, slot_idx = PATHS[epoch // 2 % len(PATHS)], epoch % 2
                 batches = batches_of(shape, [epoch % 3 + 1] * 8, DISTRIBUTIONS[epoch % 6], seed=epoch)
                 outs, _ = ranks.run(path, batches, epoch=epoch, slot_idx=slot_idx)
                 right(outs, [quantized_moe(batch, layers[slot_idx], shape) for batch in batches])
@@ -187,6 +189,7 @@ def tuned_shape_checks(log: Log) -> None:
         (Path.COMPACT, RowFormat.FP8, (32, 5)),
         (Path.COMPACT, RowFormat.BF16, (64, 64)),
         (Path.COMPACT, RowFormat.FP8, (200, 60)),
+        (Path.LARGE_M, RowFormat.BF16, (200, 60)),
     ):
 
         def run(path: Path = path, row_format: RowFormat = row_format, rows: tuple[int, ...] = rows) -> str:
