@@ -112,4 +112,6 @@ def test_spins_sleep(kernels: dict[str, Kernel]) -> None:
             if polls and not works:
                 spins[name.split()[0]] += 1
                 assert "s_sleep" in loop, name
-    assert spins == {"dispatch_gemm1": 12, "dispatch": 2, "prepare": 1, "combine": 1, "close": 1}
+    assert spins == {
+        "large_m": 84, "dispatch_gemm1": 12, "dispatch": 2, "prepare": 1, "combine": 1, "close": 1
+    }  # fmt: skip

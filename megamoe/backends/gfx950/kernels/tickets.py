@@ -67,6 +67,8 @@ def take(lds, control, tiles, NUM_1, NUM_2):
         first, mask = fx.Int32(0), fx.Int32(0)
         task = fx.Int32(NONE)
         while task == NONE:
+            # Also before the first look: 64 cycles of a unit's many thousands.
+            rocdl.s_sleep(1)
             stop = uniform(fx.Int32(_look(failed)))
             seen = _look(ready)
             published, chunks = uniform(fx.Int32(seen)), uniform(fx.Int32(seen >> 32))
@@ -85,8 +87,6 @@ def take(lds, control, tiles, NUM_1, NUM_2):
             task = (at_1 < published).select(fx.Int32(GEMM1), task)
             task = ((mask != 0) & (lacking == 0)).select(fx.Int32(GEMM2), task)
             task = (stop != 0).select(fx.Int32(END), task)
-            if task == NONE:
-                rocdl.s_sleep(2)
         fx.memory_fence(ordering=_ORDER.Acquire)
         n_tile = ticket_2 % NUM_2
         if task == GEMM1:
