@@ -31,7 +31,7 @@ def test_no_kernel_executes_more_than_was_recorded() -> None:
     assert found.keys() == recorded.keys()
     for case, kernels in found.items():
         assert kernels.keys() == recorded[case].keys()
-        for kernel in WITHOUT_WAITS:
+        for kernel in kernels.keys() & set(WITHOUT_WAITS):
             want, got = recorded[case][kernel], kernels[kernel]
             assert abs(got - want) <= ALLOWED * want, f"{case}, {kernel}: recorded {want}, measured {got}"
 

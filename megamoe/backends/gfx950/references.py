@@ -137,7 +137,8 @@ def tiling(layout: HeapLayout, counts: torch.Tensor, *, capacity: int, block_m: 
     segments[:, :num_ranks] = starts.T
     sources = torch.arange(num_ranks)[:, None]
     segments[:, MAX_RANKS : MAX_RANKS + num_ranks] = (before + part * sources - starts).T
-    records, tiles, row_base = [], [], 0
+    records, row_base = [], 0
+    tiles: list[int] = []
     for expert in range(num_experts):
         rows = int(counts[:, expert].sum())
         num_tiles = -(-rows // block_m)
