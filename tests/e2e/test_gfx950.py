@@ -6,9 +6,9 @@ from megamoe import Path
 from service.client import MoeGroup
 from tests.e2e.harness import check_numbers, group_rows, running
 
-WITHOUT_SMALL_M = ("--profile=emulated", "--small-m-capacities=", "--no-small-m-enabled")
 STEPS = {
-    Path.FIXED_SLOT: ("decode", [2, 0, 3, 1, 0, 1, 9, 2]),
+    Path.SMALL_M: ("decode", [2, 0, 3, 1, 0, 1, 9, 2]),
+    Path.FIXED_SLOT: ("decode", [2, 0, 3, 1, 17, 0, 9, 2]),
     Path.COMPACT: ("decode", [40, 0, 3, 1, 0, 1, 9, 2]),
     Path.LARGE_M: ("prefill", [50, 0, 3, 1, 0, 1, 9, 2]),
 }
@@ -16,7 +16,7 @@ STEPS = {
 
 def test_a_service_whose_ranks_are_emulated_gpus() -> None:
     with (
-        running("--step-timeout-s=60", *WITHOUT_SMALL_M) as service,
+        running("--step-timeout-s=60", "--profile=emulated") as service,
         MoeGroup.connect(service.front, holder="gfx950-test") as group,
     ):
         for path, (phase, counts) in STEPS.items():

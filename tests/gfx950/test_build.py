@@ -105,6 +105,7 @@ def test_kernels_of_a_deployment_are_those_that_it_launches() -> None:
     names = {spec.name for spec in compile_ahead.kernels_of(bundle, identity=True).values()}
     assert names == {
         "quantize",
+        "small_m",
         "prepare",
         "dispatch",
         "dispatch_gemm1",

@@ -48,6 +48,7 @@ def run(path: Path, *, identity: bool, seed: int) -> list[str]:
         ("dispatch_gemm1", Path.FIXED_SLOT, False),
         ("large_m", Path.LARGE_M, True),
         ("large_m", Path.LARGE_M, False),
+        ("small_m", Path.SMALL_M, False),
     ],
 )
 def test_a_kernel_without_them_is_caught(

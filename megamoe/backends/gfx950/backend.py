@@ -1,7 +1,7 @@
 """Gfx950Backend: one rank on an MI355X, real or emulated. A sub-step is a fixed row of kernels on the rank's stream.
 
 Nothing synchronises with the host between `begin` and `finish`: counts, work lists and failures live on the device.
-Decode sub-steps (fixed_slot) are captured in a graph at first use and replayed. `finish` waits for the stream.
+Decode sub-steps (fixed_slot, small_m) are captured in a graph at first use and replayed. `finish` waits for the stream.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ from megamoe.errors import (
     must_be,
 )
 from megamoe.layout import FlagKind, plan_layout
+from megamoe.path import SubStep
 from megamoe.weights import LayerWeights
 
 STAGES: dict[Path, tuple[str, ...]] = {
+    Path.SMALL_M: ("small_m",),
     Path.FIXED_SLOT: ("quantize", "dispatch_gemm1", "gemm2", "combine"),
     Path.COMPACT: ("quantize", "prepare", "dispatch_gemm1", "gemm2", "combine"),
     Path.LARGE_M: ("quantize", "large_m"),
 }
+_CAPTURED = (Path.FIXED_SLOT, Path.SMALL_M)
+"""Paths of decode steps: their launches are captured at first use and replayed."""
 MAX_TOPK = 31
 """Token index, ids and weights of a row are written by one wave at once: 1 + 2 x 31 words."""
 _FLAG_BYTES = 8
@@ -51,33 +55,38 @@ _GRACE_S = 1.0
 def check_served(deployment: Deployment) -> None:
     """Raises ConfigError for settings that this backend does not serve."""
     shape = deployment.shape
-    not_yet = "False: this path is not built here yet"
     wanted: tuple[tuple[str, bool, object, object], ...] = (
         ("activation on gfx950", shape.activation == "silu", "silu", shape.activation),
         ("num_topk on gfx950", shape.num_topk <= MAX_TOPK, f"at most {MAX_TOPK}", shape.num_topk),
-        (
-            "combine_row_format on gfx950",
-            deployment.combine_row_format is not RowFormat.AUTO,
-            "bf16 or fp8",
-            deployment.combine_row_format,
-        ),
-        ("small_m_enabled on gfx950", not deployment.small_m_enabled, not_yet, deployment.small_m_enabled),
     )
     for name, served, need, value in wanted:
         if not served:
             raise ConfigError(must_be(name, need, value))
 
 
+def check_device(deployment: Deployment, device: Device) -> None:
+    """Raises ConfigError where paths were planned for another part than this one (see the gate in bundle.py)."""
+    if not deployment.gfx950_emulated and device.num_compute_units != deployment.num_compute_units:
+        raise ConfigError(
+            must_be(
+                "num_compute_units",
+                f"{device.num_compute_units} as the device has",
+                deployment.num_compute_units,
+            )
+        )
+
+
 class Gfx950Backend:
     """Implements megamoe.backends.Backend on a device of this backend. One thread owns it.
 
-    use_graphs: capture fixed_slot sub-steps; else all kernels are launched each time.
+    use_graphs: capture sub-steps of fixed_slot and small_m; else all kernels are launched each time.
     """
 
     def __init__(
         self, bundle: Bundle, device: Device, *, num_slots: int | None = None, use_graphs: bool = True
     ) -> None:
         check_served(bundle.deployment)
+        check_device(bundle.deployment, device)
         layout = plan_layout(bundle, num_slots=num_slots)
         self.bundle, self.device, self.rank = bundle, device, device.rank
         self.fp8 = bundle.deployment.combine_row_format is RowFormat.FP8
@@ -141,8 +150,6 @@ class Gfx950Backend:
     # ------------------------------------------------------------------------------------------- sub-steps
 
     def stages(self, path: Path) -> tuple[str, ...]:
-        if path not in STAGES:
-            raise IneligibleError(must_be("path on gfx950", f"one of {', '.join(STAGES)}", path))
         return STAGES[path]
 
     def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
@@ -154,17 +161,30 @@ class Gfx950Backend:
         if missing:
             raise self._timeout(launch, missing, "the group gave this launch up before this rank came")
         path = launch.sub_step.path
+        self._check_agreed(launch.sub_step)
         plan = plan_launch(self.bundle.shape, launch.sub_step.max_rows, self.device.num_compute_units)
         quantized = batch.hidden_states_sf is not None
         codes = self.launches.codes(plan, path, quantized=quantized, identity=layer.w13 is None)
         left_s = max(launch.deadline_s - time.monotonic(), 1e-3)
         self.launches.begin(launch, batch, int(left_s * self.device.tick_hz))
         self._call = _Call(launch, layer, batch, out, plan, codes)
-        if self._use_graphs and path is Path.FIXED_SLOT:
+        if self._use_graphs and path in _CAPTURED:
             key = (launch.slot_idx, layer.version, plan, quantized)
             self._call.graph_key = key
             if key not in self._graphs:
                 self._graphs[key] = self._capture(self._call)
+
+    def _check_agreed(self, sub_step: SubStep) -> None:
+        """Everything that ranks must have in common follows from all ranks' counts and the runtime: no defaults."""
+        counts, capacities = sub_step.num_rows_per_rank, self.bundle.capacities(sub_step.path)
+        if sub_step.runtime_capacity not in capacities:
+            built = " or ".join(map(str, capacities)) or f"built: {self.bundle.reasons.get(sub_step.path)}"
+            raise IneligibleError(must_be(f"capacity of {sub_step.path}", built, sub_step.runtime_capacity))
+        if len(counts) != self.bundle.shape.num_ranks or max(counts) > sub_step.runtime_capacity:
+            wanted = (
+                f"{self.bundle.shape.num_ranks} agreed counts of at most {sub_step.runtime_capacity} rows"
+            )
+            raise IneligibleError(must_be(f"rows of {sub_step.path}", wanted, counts))
 
     def _capture(self, call: _Call) -> Graph:
         stream = self.device.stream
@@ -198,6 +218,8 @@ class Gfx950Backend:
             launches.identity(codes["identity"], plan)
         elif stage == "large_m":
             launches.large_m(codes[stage], plan, w13, w2)
+        elif stage == "small_m":
+            launches.small_m(codes[stage], plan, w13, w2)
         elif stage == "combine":
             launches.combine(codes[stage], plan)
 
@@ -237,10 +259,10 @@ class Gfx950Backend:
     def _report(self, call: _Call, status: dict[Word, int]) -> SubStepReport:
         sub_step, layout, shape = call.launch.sub_step, self.launches.layout, self.bundle.shape
         counted = sub_step.path in (Path.COMPACT, Path.LARGE_M)
-        result_bytes = shape.hidden + layout.sf_bytes if self.fp8 else layout.result_bytes
+        fp8 = set(_ranks(status[Word.FP8]))
+        result_bytes = shape.hidden + layout.sf_bytes if self.rank in fp8 else layout.result_bytes
         counts = self.launches.rows_per_expert()
         block_m = call.plan.block_m
-        fp8 = set(_ranks(status[Word.FP8]))
         return SubStepReport(
             path=sub_step.path,
             runtime_capacity=sub_step.runtime_capacity,
@@ -267,7 +289,8 @@ class Gfx950Backend:
         """Bytes to peers that are no rows: ids and weights, counts, flags."""
         shape, layout, path = self.bundle.shape, self.launches.layout, call.launch.sub_step.path
         peers = shape.num_ranks - 1
-        words = layout.meta_words * (rows_sent if path is Path.COMPACT else peers * call.batch.num_rows)
+        own_rows = call.batch.num_rows or int(path is Path.SMALL_M)  # its stand-in row
+        words = layout.meta_words * (rows_sent if path is Path.COMPACT else peers * own_rows)
         counts, num_flags = 0, 2
         if path is Path.COMPACT:
             counts, num_flags = shape.num_ranks, 3

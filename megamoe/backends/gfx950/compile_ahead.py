@@ -33,7 +33,7 @@ from megamoe.backends.gfx950.build import (
     shipped,
     write_whole,
 )
-from megamoe.backends.gfx950.launches import alone_specs, kernel_specs
+from megamoe.backends.gfx950.launches import alone_specs, kernel_specs, small_m_specs
 from megamoe.backends.gfx950.plan import plan_launch, rows_bucket
 from megamoe.bundle import Bundle, Path, RowFormat
 from megamoe.errors import ConfigError
@@ -54,10 +54,7 @@ def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpe
     tile = plan_launch(bundle.shape, 1, _ANY_COMPUTE_UNITS).block_m
     found = list(alone_specs(layout, block_m=tile, fp8=fp8).values())
     for path in BUILT:
-        capacity = max(bundle.capacities(path), default=0)
-        buckets = {rows_bucket(1 << power) for power in range(capacity.bit_length())}
-        tiles = {plan_launch(bundle.shape, rows, _ANY_COMPUTE_UNITS).block_m for rows in buckets}
-        for block_m in sorted(tiles):
+        for block_m in sorted(_tiles(bundle, path)):
             for quantized in (False, True):
                 for alone in (False, True) if identity else (False,):
                     specs = kernel_specs(
@@ -69,7 +66,19 @@ def kernels_of(bundle: Bundle, *, identity: bool = False) -> dict[str, KernelSpe
                         identity=alone,
                     )
                     found += specs.values()
+    row_format = bundle.deployment.combine_row_format
+    for block_m in sorted(_tiles(bundle, Path.SMALL_M)):
+        for alone in (False, True) if identity else (False,):
+            specs = small_m_specs(layout, block_m=block_m, row_format=row_format, identity=alone)
+            found += specs.values()
     return {spec.title: spec for spec in found}
+
+
+def _tiles(bundle: Bundle, path: Path) -> set[int]:
+    """Rows of all tiles that a path can take."""
+    capacity = max(bundle.capacities(path), default=0)
+    buckets = {rows_bucket(1 << power) for power in range(capacity.bit_length())}
+    return {plan_launch(bundle.shape, rows, _ANY_COMPUTE_UNITS).block_m for rows in buckets}
 
 
 def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:

@@ -12,6 +12,7 @@ from megamoe.backends.gfx950.build import Code, KernelSpec, load_or_compile, shi
 from megamoe.backends.gfx950.device import Device, Memory
 from megamoe.backends.gfx950.plan import LaunchPlan, inner_bytes, plan_launch
 from megamoe.backends.gfx950.record import (
+    AUTO,
     BOARD_BYTES,
     FIRST_STATUS,
     INFO_ERROR,
@@ -22,9 +23,11 @@ from megamoe.backends.gfx950.record import (
 )
 from megamoe.backends.gfx950.shuffle import Packed
 from megamoe.batch import MoeBatch
-from megamoe.bundle import Path
+from megamoe.bundle import Path, RowFormat
 from megamoe.layout import FlagKind, HeapLayout
 from megamoe.shape import MoeShape
+
+_FORMATS = {RowFormat.BF16: 0, RowFormat.FP8: 1, RowFormat.AUTO: AUTO}
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,22 @@ def kernel_specs(
     return specs
 
 
+def small_m_specs(
+    layout: HeapLayout, *, block_m: int, row_format: RowFormat, identity: bool = False
+) -> dict[str, KernelSpec]:
+    """The one kernel of small_m, and those that end a sub-step otherwise."""
+    shape = layout.bundle.shape
+    constants = dict(alone_specs(layout, block_m=block_m, fp8=False)["gemm1"].constants)
+    return {
+        "small_m": KernelSpec.of(
+            "small_m", TOPK=shape.num_topk, META_WORDS=layout.meta_words, NUM_RANKS=shape.num_ranks,
+            FORMAT=_FORMATS[row_format], IDENTITY=int(identity), **constants,
+        ),
+        "close": KernelSpec.of("close", ABORT=0, NUM_RANKS=shape.num_ranks),
+        "abort": abort_spec(shape),
+    }  # fmt: skip
+
+
 def abort_spec(shape: MoeShape) -> KernelSpec:
     """The kernel that tells all ranks that this one gives its launch up."""
     return KernelSpec.of("close", ABORT=1, NUM_RANKS=shape.num_ranks)
@@ -111,6 +130,11 @@ def alone_specs(layout: HeapLayout, *, block_m: int, fp8: bool) -> dict[str, Ker
         "gemm1": KernelSpec.of("gemm1", ROW_BYTES=layout.row_bytes, LIMIT_MILLI=limit, **gemm),
         "gemm2": KernelSpec.of("gemm2", NUM_RANKS=shape.num_ranks, FP8=int(fp8), **gemm),
     }
+
+
+def _addresses(packed: PackedMemory | None) -> tuple[int, int]:
+    """Where kernels find a matrix; None: identity experts, whose kernels do not look."""
+    return (0, 0) if packed is None else (packed.codes.address, packed.scales.address)
 
 
 class RankLaunches:
@@ -147,6 +171,16 @@ class RankLaunches:
             for power in range(rows.bit_length())
         )
         self.board = private("board", max_tiles * BOARD_BYTES)
+        self.listed = private("listed", 8 * shape.num_experts_per_rank)
+        self.ready_tiles = private("ready tiles", 8 * self._max_small_m_units())
+
+    def _max_small_m_units(self) -> int:
+        capacity = max(self.layout.bundle.capacities(Path.SMALL_M), default=0)
+        buckets = (1 << power for power in range(capacity.bit_length()))
+        units = [
+            plan_launch(self.shape, rows, self.device.num_compute_units).small_m_units for rows in buckets
+        ]
+        return max(units, default=0)
 
     # ------------------------------------------------------------------------------------------- control
 
@@ -160,9 +194,13 @@ class RankLaunches:
             words[Word.SF_PTR] = self.hidden_sf.address
         self.ids.write(batch.topk_ids)
         self.weights.write(batch.topk_weights)
+        num_rows = batch.num_rows
+        if launch.sub_step.path is Path.SMALL_M and num_rows == 0:
+            num_rows = 1
+            self._write_stand_in()
         buffer_idx = launch.buffer_idx
         words[Word.EPOCH] = launch.epoch
-        words[Word.NUM_ROWS] = batch.num_rows
+        words[Word.NUM_ROWS] = num_rows
         words[Word.INFO] = INFO_ERROR if launch.refused else 0
         words[Word.TIMEOUT_TICKS] = timeout_ticks
         words[Word.CAPACITY] = launch.sub_step.runtime_capacity
@@ -176,11 +214,21 @@ class RankLaunches:
         words[Word.ROWS_OFFSET] = layout.region(f"payload_rows{buffer_idx}").offset
         words[Word.COMBINE_OFFSET] = layout.region(f"combine_rows{buffer_idx}").offset
         words[Word.ABORTS_OFFSET] = layout.region("aborts").offset
+        deployment = layout.bundle.deployment
+        words[Word.HEAVY_ROWS] = deployment.auto_fp8_min_rows
+        words[Word.HEAVY_EXPERT_ROWS] = deployment.auto_fp8_min_rows_of_expert
         busy = sum(1 << rank for rank, rows in enumerate(launch.sub_step.num_rows_per_rank) if rows)
         everyone = (1 << self.shape.num_ranks) - 1
         words[Word.SOURCES] = everyone if self._last_buffer_idx == buffer_idx else busy
         self._last_buffer_idx = buffer_idx
         self.control.write(torch.tensor(words, dtype=torch.int64))
+
+    def _write_stand_in(self) -> None:
+        """A row of zeros without experts, for a rank that brings none: small_m then has a row on every rank."""
+        hidden, topk = self.shape.hidden, self.shape.num_topk
+        self.hidden.write(torch.zeros(hidden, dtype=torch.bfloat16))
+        self.ids.write(torch.full((topk,), -1, dtype=torch.int32))
+        self.weights.write(torch.zeros(topk))
 
     def status(self) -> dict[Word, int]:
         """What the kernels wrote back."""
@@ -203,6 +251,10 @@ class RankLaunches:
 
     def codes(self, plan: LaunchPlan, path: Path, *, quantized: bool, identity: bool) -> dict[str, Code]:
         """The compiled kernels of a sub-step."""
+        if path is Path.SMALL_M:
+            row_format = self.layout.bundle.deployment.combine_row_format
+            specs = small_m_specs(self.layout, block_m=plan.block_m, row_format=row_format, identity=identity)
+            return {stage: self.load(spec) for stage, spec in specs.items()}
         specs = kernel_specs(
             self.layout, path=path, block_m=plan.block_m, quantized=quantized, fp8=self.fp8, identity=identity
         )  # fmt: skip
@@ -254,6 +306,18 @@ class RankLaunches:
         ]  # fmt: skip
         self.device.stream.launch(code, groups, plan.gemm_threads, args)
 
+    def small_m(
+        self, code: Code, plan: LaunchPlan, w13: PackedMemory | None, w2: PackedMemory | None
+    ) -> None:
+        weights = [*_addresses(w13), *_addresses(w2)]
+        groups = plan.small_m_groups
+        args = [
+            self.control.address, self.bases.address, self.heap.address, self.meta.address, self.experts.address,
+            self.row_table.address, self.listed.address, self.ready_tiles.address, *weights, self.inner.address,
+            self.device.rank, groups,
+        ]  # fmt: skip
+        self.device.stream.launch(code, groups, plan.gemm_threads, args)
+
     def identity(self, code: Code, plan: LaunchPlan) -> None:
         groups = plan.dispatch_groups
         args = [
@@ -265,11 +329,7 @@ class RankLaunches:
     def large_m(
         self, code: Code, plan: LaunchPlan, w13: PackedMemory | None, w2: PackedMemory | None
     ) -> None:
-        weights = [
-            address
-            for packed in (w13, w2)
-            for address in ((0, 0) if packed is None else (packed.codes.address, packed.scales.address))
-        ]
+        weights = [*_addresses(w13), *_addresses(w2)]
         groups = plan.large_m_groups
         args = [
             self.control.address, self.bases.address, self.heap.address, self.rows.address, self.meta.address,

@@ -31,6 +31,7 @@ class LaunchPlan:
     """Tile and grids for steps of up to `max_rows` rows a rank. block_m: rows of a tile. *_groups: workgroups.
 
     max_tiles: m-tiles of one owner at most. large_m_senders: workgroups of large_m that send rows before they multiply.
+    small_m_units: units of GEMM1 that one owner can have in small_m, each with a word that says it is done.
     """
 
     max_rows: int
@@ -43,6 +44,8 @@ class LaunchPlan:
     large_m_groups: int
     large_m_senders: int
     max_tiles: int
+    small_m_groups: int
+    small_m_units: int
 
     @property
     def gemm_threads(self) -> int:
@@ -73,18 +76,23 @@ def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> Launc
         return max(min(num_units, num_compute_units * (2 if block_m < 64 else 1)), 1)
 
     waves = 8 if block_m == 64 else 4
+    gemm1_units = m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves))
+    gemm2_units = m_tiles * -(-shape.hidden // (COLUMNS_2 * waves))
+    combine_units = -(-rows * parts // 4)
     # The last workgroup directs, so there are two at least.
-    persistent = max(grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves)) + 1), 2)
+    persistent = max(grid(gemm1_units + 1), 2)
 
     return LaunchPlan(
         max_rows=rows,
         block_m=block_m,
         quantize_groups=max(min(rows * parts, 8 * num_compute_units), 1),
         dispatch_groups=grid(max(shape.num_experts_per_rank, -(-rows * shape.num_ranks // 4))),
-        gemm1_groups=gemm_grid(m_tiles * -(-shape.intermediate // (COLUMNS_1 * waves))),
-        gemm2_groups=gemm_grid(m_tiles * -(-shape.hidden // (COLUMNS_2 * waves))),
-        combine_groups=grid(-(-rows * parts // 4)),
+        gemm1_groups=gemm_grid(gemm1_units),
+        gemm2_groups=gemm_grid(gemm2_units),
+        combine_groups=grid(combine_units),
         large_m_groups=persistent,
         large_m_senders=max(persistent // SENDERS_SHARE, 1),
         max_tiles=m_tiles,
+        small_m_groups=gemm_grid(max(gemm1_units, gemm2_units, combine_units, shape.num_experts_per_rank)),
+        small_m_units=gemm1_units,
     )

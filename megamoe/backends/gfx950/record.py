@@ -17,6 +17,10 @@ INFO_ERROR = 1 << 30
 """The source joined with zero rows because its caller's call was refused."""
 INFO_FP8 = 1 << 29
 """Result rows of this owner are FP8 with the routing weight applied."""
+AUTO = 2
+"""Format of result rows, beside 0 = bf16 and 1 = FP8: each owner chooses by what it received."""
+NUM_DIES = 8
+"""Dies (XCD) of an MI355X, with an L2 each; workgroups are dealt to them in turn."""
 INFO_ROWS_MASK = (1 << 24) - 1
 
 RESULT_INDEX_BITS = 20
@@ -57,6 +61,10 @@ class Word(IntEnum):
     SOURCES = 16
     """Mask of ranks whose rows fixed_slot waits for: those that bring some by the agreed counts. All ranks where the
     last launch used the same buffer: nobody then overwrites a flag that a rank of that launch has yet to see."""
+    HEAVY_ROWS = 17
+    """small_m: routed rows from which an owner is heavy (see kernels/small_m.py)."""
+    HEAVY_EXPERT_ROWS = 18
+    """small_m: rows of one expert from which its owner is."""
 
     FAILED = 32
     """1 once a wait of this launch ended without its flags: kernels that follow send nothing."""
@@ -79,6 +87,8 @@ class Word(IntEnum):
     """Workgroups of the running kernel that have arrived; the last one sets it back to 0."""
     MET = 42
     """Workgroups that have met in the middle of the launch's one kernel that does so."""
+    MULTIPLIED = 43
+    """Workgroups of small_m that have sent all result rows of theirs."""
 
     # large_m. Words that many workgroups change at a time lie in cache lines of their own.
     LISTED = 48

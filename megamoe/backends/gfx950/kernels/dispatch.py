@@ -91,7 +91,7 @@ def send(
 def announce(lds, control, bases, rank, sent_counts, num_groups, COMPACT, NUM_RANKS):
     """The last workgroup to have sent its rows posts the payload flags: how many rows came from here."""
     last = flags.arrive(lds, control, num_groups)
-    if (last == 1) & (control_int(control, Word.FAILED) == 0):
+    if (last == 1) & (flags.has_failed(control) == 0):
         info = control_int(control, Word.NUM_ROWS)
         if const_expr(COMPACT):
             place = (fx.thread_idx.x < NUM_RANKS).select(fx.thread_idx.x, fx.Int32(0))

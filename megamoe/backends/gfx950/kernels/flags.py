@@ -98,6 +98,11 @@ def poll(word):
     return fx.generic_load(word, memory_order=_ORDER.Monotonic, volatile=True)
 
 
+def has_failed(control):
+    """Whether a wait of this launch has failed so far, Int64; others may say so at any time."""
+    return poll(pointer(control, fx.Int64, 8) + int(Word.FAILED))
+
+
 def _is_of(flag, epoch):
     return (flag < 0) & ((flag & _LOW) == epoch)
 
@@ -121,7 +126,7 @@ def wait(lds, control, bases, heap, rank, kind, needed, NUM_RANKS, UNLESS=None):
         word = flag_word(heap, offset, place)
         abort = flag_word(heap, control_word(control, Word.ABORTS_OFFSET), place)
         watched = watched & (((needed >> place) & 1) == 1)
-        failed = poll(pointer(control, fx.Int64, 8) + int(Word.FAILED))
+        failed = has_failed(control)
         flag, given_up = poll(word), poll(abort)
         lacking = ballot(watched & (_is_of(flag, epoch) == False))  # noqa: E712
         gone = ballot((lane < NUM_RANKS) & _is_of(given_up, epoch))
@@ -192,6 +197,6 @@ def has_bit(info, bit):
 
 
 __all__ = [
-    "FlagLds", "arrive", "flag_word", "has_bit", "meet", "peer_heap", "poll", "post", "post_to", "rows_announced",
-    "wait",
+    "FlagLds", "arrive", "flag_word", "has_bit", "has_failed", "meet", "peer_heap", "poll", "post", "post_to",
+    "rows_announced", "wait",
 ]  # fmt: skip
