@@ -23,6 +23,7 @@ from megamoe.runtime import Runtime
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
 from megamoe.shm import SHM_DIR, SharedSegment, Word, fence, shm_free_bytes, unlink_all
 from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
+from megamoe.trial import Verdict, run_trial
 from megamoe.weights import LayerWeights, random_layer_weights, shard
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "StepPlan",
     "SubStep",
     "SubStepReport",
+    "Verdict",
     "Word",
     "agree",
     "bench_deployment",
@@ -74,6 +76,7 @@ __all__ = [
     "prev_power_of_2",
     "random_layer_weights",
     "run_bench",
+    "run_trial",
     "route_rank",
     "save_layer",
     "shard",

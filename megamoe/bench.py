@@ -8,8 +8,6 @@ a call is the interval between two calls' ends on the slowest rank.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +19,12 @@ import torch
 
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Deployment, Path, plan_bundle
-from megamoe.errors import InvalidArgumentError, PeerTimeoutError, must_be
+from megamoe.errors import InvalidArgumentError, must_be
 from megamoe.path import PathPolicy
+from megamoe.rank_processes import RankProcesses
 from megamoe.routing import route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MoeShape
-from megamoe.shm import unlink_all
 from megamoe.step import Phase, PlanId, StepPlan
 from megamoe.weights import random_layer_weights
 
@@ -80,13 +78,14 @@ def run_bench(config: BenchConfig) -> Iterator[BenchResult]:
         raise InvalidArgumentError(
             must_be("paths and sizes", f"within what is built ({built})", config.sizes)
         )
-    with _Ranks(config.deployment) as ranks:
+    with RankProcesses(config.deployment, _serve, name="bench") as ranks:
         plain = _PlainTorch(config)
         torch_ms: dict[int, float] = {}
         for path, size in cells:
             if size not in torch_ms:
                 torch_ms[size] = plain.median_ms(size)
-            yield _result(path, size, ranks.measure(config, path, size), torch_ms[size], config)
+            measured = ranks.ask((config, path, size), _CALL_TIMEOUT_S + 30.0)
+            yield _result(path, size, measured, torch_ms[size], config)
 
 
 def format_results(results: Sequence[BenchResult]) -> str:
@@ -128,61 +127,6 @@ def _result(
             for stage in stages
         },
     )
-
-
-class _Ranks:
-    """The rank processes of one bench run."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._group_name = group_name = f"megamoe-bench-{os.getpid()}"
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(deployment.shape.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, deployment, rank, group_name), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def __enter__(self) -> _Ranks:
-        try:
-            self._answers(180.0)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        unlink_all(self._group_name)
-
-    def measure(self, config: BenchConfig, path: Path, size: int) -> list[Measured]:
-        for pipe in self._pipes:
-            pipe.send((config, path, size))
-        return self._answers(_CALL_TIMEOUT_S + 30.0)
-
-    def _answers(self, timeout_s: float) -> list[Measured]:
-        answers: list[Measured] = []
-        deadline = time.monotonic() + timeout_s
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
-                raise PeerTimeoutError(f"bench rank {rank} gave no answer in {timeout_s:.0f} s", [rank])
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                raise PeerTimeoutError(
-                    f"bench rank {rank} ended early; its own output says why", [rank]
-                ) from None
-            answers.append(answer)
-        return answers
 
 
 def _serve(pipe: Connection, deployment: Deployment, rank: int, group_name: str) -> None:

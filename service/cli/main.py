@@ -103,6 +103,17 @@ def bench(
         )
 
 
+@app.command()
+@with_config_options
+def selftest(config: ServiceConfig) -> None:
+    """Every path of a deployment, on a process a rank, against the oracles: is it right on this machine?"""
+    from service.cli.trial import print_trial
+
+    with _told():
+        if not print_trial(config):
+            raise typer.Exit(1)
+
+
 @app.command("compile")
 @with_config_options
 def compile_command(
