@@ -13,8 +13,11 @@ import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from loadgen.moe.tier import SubStepSeen, TierInfo
 from megamoe import (
@@ -31,7 +34,6 @@ from megamoe import (
 from megamoe import Path as MoePath
 from megamoe.errors import ConfigError, must_be
 
-SCHEMA = "megamoe.loadgen.moe_time/1"
 TABLES = Path(__file__).parent / "tables"
 NOBODY = -1
 """Rank under which a table's latency is noted: it is the slowest rank's, whoever that is."""
@@ -74,6 +76,30 @@ class PathLatency:
         return self.latency_us[above - 1] * (1 - share) + self.latency_us[above] * share
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Entry(_Strict):
+    path: MoePath
+    capacity: int
+    rows: tuple[int, ...]
+    latency_us: tuple[float, ...]
+    proxy: str = ""
+    proxy_rows: tuple[int, ...] = ()
+
+
+class _Table(_Strict):
+    """The file as it is written."""
+
+    schema_name: Literal["megamoe.loadgen.moe_time/1"] = Field(alias="schema")
+    name: str
+    source: str
+    max_weight: float = Field(ge=0, le=1)
+    deployment: dict[str, Any]
+    paths: tuple[_Entry, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoeTimeTable:
     """A table file as values. deployment: whose runtimes and rule the steps follow. max_weight: from 0 (the average of
@@ -90,8 +116,8 @@ class MoeTimeTable:
         """Raises ConfigError naming the file and the field."""
         try:
             return cls.parse(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"moe_time {path}: {type(error).__name__}: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"moe_time {path}: must be a JSON file, got {error}") from error
         except ConfigError as error:
             raise ConfigError(f"moe_time {path}: {error}") from error
 
@@ -106,33 +132,31 @@ class MoeTimeTable:
         return cls.read(shipped.get(name, Path(name)))
 
     @classmethod
-    def parse(cls, fields: dict[str, Any]) -> MoeTimeTable:
-        if fields["schema"] != SCHEMA:
-            raise ConfigError(must_be("schema", repr(SCHEMA), repr(fields["schema"])))
-        chosen: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in fields["deployment"].items()
-        }
-        deployment = Deployment(**{**chosen, "shape": preset(chosen["shape"])})
-        paths = tuple(
-            PathLatency(
-                path=MoePath(entry["path"]),
-                capacity=entry["capacity"],
-                rows=tuple(entry["rows"]),
-                latency_us=tuple(entry["latency_us"]),
-                proxy=entry.get("proxy", ""),
-                proxy_rows=tuple(entry.get("proxy_rows", ())),
-            )
-            for entry in fields["paths"]
-        )
-        if not 0 <= fields["max_weight"] <= 1:
-            raise ConfigError(must_be("max_weight", "from 0 to 1", fields["max_weight"]))
+    def parse(cls, fields: object) -> MoeTimeTable:
+        """The values of a table's JSON. Raises ConfigError naming the field."""
+        try:
+            table = _Table.model_validate_json(
+                json.dumps(fields)
+            )  # in Python's mode a path would not be a string
+            chosen = {**table.deployment, "shape": preset(str(table.deployment.get("shape")))}
+            unknown = set(chosen) - {field.name for field in dataclass_fields(Deployment)}
+            if unknown:
+                raise ConfigError(must_be("deployment", "settings of a deployment", f"{min(unknown)!r}"))
+            deployment = TypeAdapter(Deployment).validate_python(chosen)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(map(str, first["loc"])) or "file"
+            got = "nothing" if first["type"] == "missing" else repr(first["input"])[:100]
+            raise ConfigError(f"{name}: {first['msg']}, got {got}") from None
+        runtimes = [(entry.path, entry.capacity) for entry in table.paths]
+        if len(set(runtimes)) < len(runtimes):
+            raise ConfigError(must_be("paths", "one entry for each path and capacity", "one twice"))
         return cls(
-            name=fields["name"],
-            source=fields["source"],
-            max_weight=fields["max_weight"],
+            name=table.name,
+            source=table.source,
+            max_weight=table.max_weight,
             deployment=deployment,
-            paths=paths,
+            paths=tuple(PathLatency(**dict(entry)) for entry in table.paths),
         )
 
     @property

@@ -90,6 +90,7 @@ class Replay:
         self._began_s = 0.0
         self._step_idx = 0
         self._num_failed = 0
+        self._sessions_when_sent = 0
 
     # ------------------------------------------------------------ the outside
 
@@ -174,7 +175,7 @@ class Replay:
 
     def _send_due(self, lanes: Lanes) -> None:
         now = self._clock.now()
-        while self._sending and now >= self._next_send_s:
+        while self._sending and not self._stop and now >= self._next_send_s:
             taken = lanes.take_due(now)
             if taken is None:
                 return
@@ -206,8 +207,13 @@ class Replay:
         self._active[request.uid] = active
         try:
             self._tier.submit(request)
+            self._sessions_when_sent = lanes.num_sessions
         except InvalidArgumentError as error:
             self._finish(lanes, request, Status.CONTEXT_OVERFLOW, str(error))
+            # Without requests no time passes: sessions of which nothing fits would follow each other for ever.
+            if lanes.num_sessions - self._sessions_when_sent > len(self._traces) + self.config.concurrency:
+                self.record.aborted = f"no request of {len(self._traces)} sessions fits; the last: {error}"
+                self._stop = True
 
     def _finish(self, lanes: Lanes, request: TierRequest, status: Status, error: str = "") -> None:
         """A request has left the tier: write its record and tell its lane."""

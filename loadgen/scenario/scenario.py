@@ -6,12 +6,15 @@ reason. Scaling time or tokens for short runs on small machines is allowed and m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
 
 from megamoe.errors import ConfigError, must_be
 
 AGENTX, UNIFORM, FIXED = "agentx", "uniform", "fixed"
 SCENARIOS = (AGENTX, UNIFORM, FIXED)
+MAX_COUNT = 1_000_000
+"""More lanes or sessions than that are a slip of the finger, and would fill the memory before anything is said."""
 MIN_DURATION_S = 900.0
 """Shortest profile that the public harness accepts for this workload; shorter runs are marked."""
 
@@ -61,14 +64,17 @@ class ScenarioConfig:
     def __post_init__(self) -> None:
         if self.scenario not in SCENARIOS:
             raise ConfigError(must_be("scenario", f"one of {', '.join(SCENARIOS)}", repr(self.scenario)))
+        for name in (field.name for field in fields(self) if field.type == "float"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(must_be(name, "finite", getattr(self, name)))
         positive = ("duration_wall_s", "time_scale", "token_scale", "slice_s")
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ConfigError(must_be(name, "above 0", getattr(self, name)))
         for name in ("concurrency", "num_traces"):
-            if getattr(self, name) < 1:
-                raise ConfigError(must_be(name, "at least 1", getattr(self, name)))
-        for name in ("warmup_requests", "grace_wall_s", "step_retries", "request_rate"):
+            if not 1 <= getattr(self, name) <= MAX_COUNT:
+                raise ConfigError(must_be(name, f"from 1 to {MAX_COUNT:,}", getattr(self, name)))
+        for name in ("seed", "warmup_requests", "grace_wall_s", "step_retries", "request_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(must_be(name, "at least 0", getattr(self, name)))
         if self.token_scale > 1 or self.time_scale > 1:

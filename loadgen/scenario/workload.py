@@ -20,6 +20,8 @@ from megamoe.errors import ConfigError, must_be
 
 ENDLESS_TOKENS = 400_000
 """Output of a request that is not to end: about half a million steps' worth, within the context limit."""
+MAX_TOKENS = 1 << 20
+"""The context limit: nothing longer could be sent."""
 NO_ATTENTION = AttentionTime.nothing()
 
 
@@ -39,9 +41,9 @@ class Workload:
             raise ConfigError(must_be("scenario", f"{AGENTX!r} with a trace file", repr(self.scenario)))
         if self.input_tokens < BLOCK_SIZE or self.input_tokens % BLOCK_SIZE:
             raise ConfigError(must_be("input_tokens", f"a multiple of {BLOCK_SIZE}", self.input_tokens))
-        for name in ("output_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(must_be(name, "at least 1", getattr(self, name)))
+        for name in ("input_tokens", "output_tokens", "rows"):
+            if not 1 <= getattr(self, name) <= MAX_TOKENS:
+                raise ConfigError(must_be(name, f"from 1 to {MAX_TOKENS:,}", getattr(self, name)))
 
     def settings(self, base: RunProfile) -> RunProfile:
         """The profile that this workload starts from, before a person's changes: simple loads know no scales."""

@@ -7,6 +7,7 @@ DeepSeek-V4-Pro; `calibrate` says from what.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, fields
 
 from megamoe.errors import ConfigError, must_be
@@ -58,8 +59,8 @@ class Stragglers:
     def __post_init__(self) -> None:
         if not 0.0 <= self.share <= 1.0:
             raise ConfigError(must_be("share of stragglers", "from 0 to 1", self.share))
-        if self.slowdown < 1.0:
-            raise ConfigError(must_be("slowdown of stragglers", "at least 1", self.slowdown))
+        if not 1.0 <= self.slowdown < math.inf:
+            raise ConfigError(must_be("slowdown of stragglers", "at least 1, and finite", self.slowdown))
 
     def factor(self, step_idx: int, rank: int) -> float:
         """What a rank's attention time is multiplied with in a step."""

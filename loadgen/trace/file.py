@@ -2,26 +2,30 @@
 
 Files are larger than memory: one session is held at a time, and of prompts that extend each other only the longest,
 with the others as views of it. That is also what makes them fast to read and write: a prompt repeats nearly all of
-the one before, and only what is new is parsed. `trace_schema` holds the fields.
+the one before, and only what is new is parsed. `schema` holds the fields.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from loadgen.trace.schema import AS_RECORDED, trace_from_record, trace_to_record
+from loadgen.trace.schema import AS_RECORDED, shown, trace_from_record, trace_to_record
 from loadgen.trace.trace import HashIds, Trace
 from megamoe.errors import InvalidArgumentError, must_be
 
 MAX_OPEN_CHAINS = 16
 """Prompts that a next one may extend: the main agent's and those of sub-agents recorded between two of its turns."""
+
+MAX_LINE_BYTES = 1 << 30
+"""Several times the longest session that fits the recorded format's contexts; a longer line is no session."""
 
 # A quote inside a JSON string is escaped, so the name in quotes before a colon and a list is always a field.
 _HASH_IDS = re.compile(rb'(?<!\\)"hash_ids"\s*:(?:\s*\[([^\[\]{}"]*)\])?')
@@ -102,11 +106,13 @@ def parse_trace(line: bytes, where: str) -> Trace:
     except (ValueError, OverflowError) as error:
         raise InvalidArgumentError(must_be(f"{where}: hash_ids", "lists of whole numbers", error)) from None
     try:
-        record = json.loads(skeleton)
-    except json.JSONDecodeError as error:
-        raise InvalidArgumentError(f"{where}: line must be a JSON object, got {error}") from None
+        record = json.loads(skeleton.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise InvalidArgumentError(f"{where}: line must be UTF-8, got {error}") from None
+        raise InvalidArgumentError(
+            f"{where}: line must be text in UTF-8, not compressed, got {error}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{where}: line must be a JSON object, got {error}") from None
     return trace_from_record(record, hash_lists, where)
 
 
@@ -115,26 +121,51 @@ def read_traces(path: Path) -> Iterator[Trace]:
 
     Raises InvalidArgumentError naming file, line and field, also for an id that comes twice.
     """
+    return (trace for _, trace in _located(path))
+
+
+class _Part(NamedTuple):
+    """Where a session lies: size bytes from offset; `where` says it in words."""
+
+    path: Path
+    offset: int
+    size: int
+    where: str
+
+
+def _located(path: Path) -> Iterator[tuple[_Part, Trace]]:
     seen: dict[str, str] = {}
-    for where, trace in _located(path):
+    for part, line in _texts(path):
+        trace = parse_trace(line, part.where)
         if trace.id in seen:
-            raise InvalidArgumentError(
-                must_be(f"{where}: id", f"unique, it is that of {seen[trace.id]}", repr(trace.id))
-            )
-        seen[trace.id] = where
-        yield trace
+            wanted = f"unique, it is that of {seen[trace.id]}"
+            raise InvalidArgumentError(must_be(f"{part.where}: id", wanted, shown(trace.id)))
+        seen[trace.id] = part.where
+        yield part, trace
 
 
-def _located(path: Path) -> Iterator[tuple[str, Trace]]:
+def _texts(path: Path) -> Iterator[tuple[_Part, bytes]]:
     if path.is_dir():
         for file in sorted(path.glob("*.json")):
-            yield file.name, parse_trace(file.read_bytes(), file.name)
+            part = _Part(file, 0, file.stat().st_size, file.name)
+            yield part, _within_limit(file.read_bytes() if part.size <= MAX_LINE_BYTES else None, file.name)
         return
+    if path.exists() and not path.is_file():
+        raise InvalidArgumentError(must_be("trace file", "a file or a folder", f"{path}, which is neither"))
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number in itertools.count(1):
+            where = f"{path.name}:{number}"
+            line = _within_limit(lines.readline(MAX_LINE_BYTES + 1), where)
+            if not line:
+                return
             if line.strip():
-                where = f"{path.name}:{number}"
-                yield where, parse_trace(line, where)
+                yield _Part(path, lines.tell() - len(line), len(line), where), line
+
+
+def _within_limit(line: bytes | None, where: str) -> bytes:
+    if line is None or len(line) > MAX_LINE_BYTES:
+        raise InvalidArgumentError(must_be(f"{where}: session", f"at most {MAX_LINE_BYTES:,} bytes", "more"))
+    return line
 
 
 class FileTraces:
@@ -146,17 +177,11 @@ class FileTraces:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._parts: list[tuple[Path, int, int, str]] = []
-        if path.is_dir():
-            self._parts = [(file, 0, file.stat().st_size, file.name) for file in sorted(path.glob("*.json"))]
-        else:
-            with path.open("rb") as lines:
-                offset = 0
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        self._parts.append((path, offset, len(line), f"{path.name}:{number}"))
-                    offset += len(line)
-        self.num_requests = sum(len(trace.requests) for trace in read_traces(path))
+        self._parts: list[_Part] = []
+        self.num_requests = 0
+        for part, trace in _located(path):
+            self._parts.append(part)
+            self.num_requests += len(trace.requests)
         if not self._parts:
             raise InvalidArgumentError(must_be(f"sessions in {path}", "at least 1", 0))
 
@@ -170,10 +195,10 @@ class FileTraces:
     def __getitem__(self, trace_idx: int) -> Trace:
         if not 0 <= trace_idx < len(self):
             raise IndexError(must_be("trace_idx", f"from 0 to {len(self) - 1}", trace_idx))
-        path, offset, size, where = self._parts[trace_idx]
-        with path.open("rb") as file:
-            file.seek(offset)
-            return parse_trace(file.read(size), where)
+        part = self._parts[trace_idx]
+        with part.path.open("rb") as file:
+            file.seek(part.offset)
+            return parse_trace(file.read(part.size), part.where)
 
 
 # ---------------------------------------------------------------- writing

@@ -7,7 +7,6 @@ that lie before its spawn are relative to it. What is wrong is refused with `whe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,24 +22,29 @@ AS_RECORDED = "hash_ids as recorded"
 """Where a reader puts a `hash_ids` that is no list of numbers, beside a null."""
 
 
+MAX_NUMBER = 2**53
+"""Above it a number in JSON is not the same number for every reader, and sums of times would lose their seconds."""
+
+
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and _is_number(value)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    """Half of a surrogate pair is no text: nothing could be written or hashed with it."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
-    "a string": _is_text,
-    "a finite number": _is_number,
-    "a finite number or null": lambda value: value is None or _is_number(value),
-    "a whole number": _is_whole,
-    "a whole number or null": lambda value: value is None or _is_whole(value),
+    "a string of Unicode text": _is_text,
+    "a number within 2^53": _is_number,
+    "a number within 2^53, or null": lambda value: value is None or _is_number(value),
+    "a whole number within 2^53": _is_whole,
+    "a whole number within 2^53, or null": lambda value: value is None or _is_whole(value),
     "a list": lambda value: isinstance(value, list),
     "a list of strings": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "an object or null": lambda value: value is None or isinstance(value, dict),
@@ -49,40 +53,40 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 _Fields = Mapping[str, tuple[str, Any]]
 
 _REQUEST: _Fields = {
-    "t": ("a finite number", MISSING),
-    "type": ("a string", MISSING),
-    "model": ("a string", MISSING),
-    "in": ("a whole number", MISSING),
-    "out": ("a whole number", MISSING),
-    "hash_ids": ("a whole number", MISSING),  # the place of the list among hash_lists
+    "t": ("a number within 2^53", MISSING),
+    "type": ("a string of Unicode text", MISSING),
+    "model": ("a string of Unicode text", MISSING),
+    "in": ("a whole number within 2^53", MISSING),
+    "out": ("a whole number within 2^53", MISSING),
+    "hash_ids": ("a whole number within 2^53", MISSING),  # the place of the list among hash_lists
     "input_types": ("a list of strings", []),
     "output_types": ("a list of strings", []),
-    "stop": ("a string", ""),
-    "api_time": ("a finite number or null", None),
-    "think_time": ("a finite number or null", None),
-    "ttft": ("a finite number or null", None),
+    "stop": ("a string of Unicode text", ""),
+    "api_time": ("a number within 2^53, or null", None),
+    "think_time": ("a number within 2^53, or null", None),
+    "ttft": ("a number within 2^53, or null", None),
 }
 _SUBAGENT: _Fields = {
-    "t": ("a finite number", MISSING),
-    "type": ("a string", MISSING),
-    "agent_id": ("a string", MISSING),
-    "subagent_type": ("a string", MISSING),
-    "duration_ms": ("a whole number or null", None),
-    "total_tokens": ("a whole number or null", None),
-    "tool_use_count": ("a whole number or null", None),
-    "status": ("a string", MISSING),
+    "t": ("a number within 2^53", MISSING),
+    "type": ("a string of Unicode text", MISSING),
+    "agent_id": ("a string of Unicode text", MISSING),
+    "subagent_type": ("a string of Unicode text", MISSING),
+    "duration_ms": ("a whole number within 2^53, or null", None),
+    "total_tokens": ("a whole number within 2^53, or null", None),
+    "tool_use_count": ("a whole number within 2^53, or null", None),
+    "status": ("a string of Unicode text", MISSING),
     "requests": ("a list", MISSING),
     "models": ("a list of strings", MISSING),
-    "tool_tokens": ("a whole number", 0),
-    "system_tokens": ("a whole number", 0),
+    "tool_tokens": ("a whole number within 2^53", 0),
+    "system_tokens": ("a whole number within 2^53", 0),
 }
 _TRACE: _Fields = {
-    "id": ("a string", MISSING),
+    "id": ("a string of Unicode text", MISSING),
     "models": ("a list of strings", MISSING),
-    "block_size": ("a whole number", MISSING),
-    "hash_id_scope": ("a string", MISSING),
-    "tool_tokens": ("a whole number", 0),
-    "system_tokens": ("a whole number", 0),
+    "block_size": ("a whole number within 2^53", MISSING),
+    "hash_id_scope": ("a string of Unicode text", MISSING),
+    "tool_tokens": ("a whole number within 2^53", 0),
+    "system_tokens": ("a whole number within 2^53", 0),
     "requests": ("a list", MISSING),
     "totals": ("an object or null", None),
 }
@@ -97,7 +101,7 @@ def trace_from_record(record: object, hash_lists: Sequence[HashIds], where: str 
     block_size = values["block_size"]
     if values["hash_id_scope"] != "local":
         raise InvalidArgumentError(
-            must_be(f"{where}: hash_id_scope", "'local'", repr(values["hash_id_scope"]))
+            must_be(f"{where}: hash_id_scope", "'local'", shown(values["hash_id_scope"]))
         )
     if block_size < 1:
         raise InvalidArgumentError(must_be(f"{where}: block_size", "at least 1", block_size))
@@ -109,7 +113,7 @@ def trace_from_record(record: object, hash_lists: Sequence[HashIds], where: str 
             subagent = _subagent(entry, hash_lists, block_size, at)
             if subagent.agent_id in agent_ids:
                 raise InvalidArgumentError(
-                    must_be(f"{at}: agent_id", "unique in its trace", repr(subagent.agent_id))
+                    must_be(f"{at}: agent_id", "unique in its trace", shown(subagent.agent_id))
                 )
             agent_ids.add(subagent.agent_id)
             entries.append(subagent)
@@ -158,7 +162,7 @@ def _subagent(
 def _request(record: object, hash_lists: Sequence[HashIds], block_size: int, where: str) -> TraceRequest:
     values = _checked(record, _REQUEST, where)
     if values["type"] not in ("n", "s"):
-        raise InvalidArgumentError(must_be(f"{where}: type", "'n', 's' or 'subagent'", repr(values["type"])))
+        raise InvalidArgumentError(must_be(f"{where}: type", "'n', 's' or 'subagent'", shown(values["type"])))
     hash_ids = hash_lists[values["hash_ids"]]
     if values["in"] < 1 or values["in"] != block_size * len(hash_ids):
         wanted = f"block_size x number of hash_ids = {block_size * len(hash_ids)}, at least 1"
@@ -181,6 +185,12 @@ def _request(record: object, hash_lists: Sequence[HashIds], block_size: int, whe
     )
 
 
+def shown(value: object) -> str:
+    """A value as a sentence can have it: whole when it is short."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def _checked(record: object, fields: _Fields, where: str) -> dict[str, Any]:
     """Every field with its value or default."""
     if not isinstance(record, dict):
@@ -191,7 +201,7 @@ def _checked(record: object, fields: _Fields, where: str) -> dict[str, Any]:
         if value is MISSING or (value is not default and not _KINDS[kind](value)):
             wanted = "a list of whole numbers" if name == "hash_ids" else kind
             value = record.get(AS_RECORDED, value) if name == "hash_ids" else value
-            got = "nothing" if value is MISSING else repr(value)
+            got = "nothing" if value is MISSING else shown(value)
             raise InvalidArgumentError(must_be(f"{where}: {name}", wanted, got))
         values[name] = value
     for name in record:

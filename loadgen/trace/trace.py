@@ -2,7 +2,7 @@
 
 A trace is one session: its main requests and sub-agent entries in one list, times in seconds from the start of the
 session. `in` is block_size times the number of hash_ids; hash_ids are the prefix-cache identity of the blocks and
-mean something only within their trace (hash_id_scope "local"). Files: `trace_file`; replay: `session`.
+mean something only within their trace (hash_id_scope "local"). Files: `file`; replay: `replay.session`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ def broken(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda table: table.update(schema="other/1"), "schema must be"),
+        (
+            lambda table: table.update(schema="other/1"),
+            "schema: Input should be 'megamoe.loadgen.moe_time/1', got",
+        ),
         (
             lambda table: table["paths"][0]["latency_us"].pop(),
             "latency_us of compact 8192 must be 14 numbers",
@@ -89,8 +92,27 @@ def broken(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         (lambda table: table["paths"][1].update(capacity=256), "last rows of fixed_slot 256 must be"),
         (lambda table: table["paths"][1].update(proxy_rows=[3]), "proxy_rows of fixed_slot 128 must be"),
         (lambda table: table["deployment"].update(max_tokens_per_rank=100), "max_tokens_per_rank must be"),
-        (lambda table: table.update(max_weight=2), "max_weight must be from 0 to 1"),
-        (lambda table: table.pop("paths"), "KeyError: 'paths'"),
+        (lambda table: table.update(max_weight=2), "max_weight: .*less than or equal to 1, got 2"),
+        (lambda table: table.update(max_weight=float("nan")), "max_weight: .*finite number, got nan"),
+        (lambda table: table.pop("paths"), "paths: Field required, got nothing"),
+        (lambda table: table.update(deployment=[]), "deployment: Input should be an object"),
+        (lambda table: table["deployment"].update(speed=1), "deployment must be settings .* got 'speed'"),
+        (
+            lambda table: table["deployment"].update(fixed_slot_max="x"),
+            "fixed_slot_max: .*integer.*, got 'x'",
+        ),
+        (lambda table: table["deployment"].update(shape="mine"), "shape preset must be one of"),
+        (lambda table: table["paths"][0].update(path="middle_m"), "paths.0.path: Input should be 'small_m'"),
+        (
+            lambda table: table["paths"][0]["latency_us"].__setitem__(2, float("inf")),
+            "paths.0.latency_us.2: .*finite",
+        ),
+        (
+            lambda table: table["paths"][0]["latency_us"].__setitem__(2, "3"),
+            "paths.0.latency_us.2: .*number, got '3'",
+        ),
+        (lambda table: table["paths"][0]["rows"].__setitem__(0, True), "paths.0.rows.0: .*integer, got True"),
+        (lambda table: table["paths"].append(table["paths"][0]), "paths must be one entry for each path"),
     ],
 )
 def test_a_wrong_table_is_refused_with_file_and_field(
@@ -99,6 +121,16 @@ def test_a_wrong_table_is_refused_with_file_and_field(
     path = tmp_path / "table.json"
     path.write_text(json.dumps(broken(change)))
     with pytest.raises(ConfigError, match=f"moe_time .*table.json: .*{sentence}"):
+        MoeTimeTable.named(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"schema": "megamoe', "\xff", "null", "[]"])
+def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(
+        ConfigError, match="table.json: (must be a JSON file|file: Input should be an object)"
+    ):
         MoeTimeTable.named(str(path))
 
 

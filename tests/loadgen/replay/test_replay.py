@@ -353,6 +353,17 @@ def test_a_prompt_over_the_context_limit_is_accounted_for() -> None:
     assert any("overflow the context" in reason for reason in report["submission_invalid_reasons"])
 
 
+def test_sessions_of_which_nothing_fits_end_the_run() -> None:
+    """No request, no step, no time: such sessions would follow each other within one instant, for ever."""
+    corpus = FixedTraces(trace(request(0, 50, out=1, api_time=0), request(1, 60, out=1, api_time=0)))
+    config = ScenarioConfig(concurrency=2, warmup_requests=1, duration_wall_s=20.0)
+    record, _, _ = play(config, corpus, TierConfig(context_limit=1000), attention=NO_ATTENTION)
+    assert record.aborted
+    assert "no request of 1 sessions fits; the last: prompt and output must be at most" in record.aborted
+    assert {str(done.status) for done in record.requests} == {"context_overflow"}
+    assert len(record.requests) < 30
+
+
 def test_without_the_marker_a_repeated_trace_finds_its_old_prompts() -> None:
     corpus = FixedTraces(trace(request(0, 20, out=1, api_time=0), subagent(0, request(0, [900], out=1))))
     common = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from loadgen.scenario.profiles import PROFILES, run_profile
@@ -65,6 +67,14 @@ def test_scaling_is_allowed_and_marked(change: dict[str, object], reason: str) -
         {"start_min": 0.8},
         {"num_traces": 0},
         {"step_retries": -1},
+        {"seed": -1},
+        {"concurrency": 10**7},
+        {"num_traces": 10**9},
+        {"duration_wall_s": math.nan},
+        {"duration_wall_s": math.inf},
+        {"time_scale": math.nan},
+        {"grace_wall_s": math.nan},
+        {"request_rate": math.inf},
     ],
 )
 def test_an_impossible_value_is_named(change: dict[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import loadgen.trace.file as trace_file
 from loadgen.corpus.synth import SyntheticTraces
 from loadgen.replay.session import LiveSession
 from loadgen.trace.file import FileTraces, parse_trace, read_traces, write_trace_folder, write_traces
@@ -129,7 +131,8 @@ def test_what_a_recording_may_leave_out(tmp_path: Path) -> None:
     [
         ("hash_id_scope", "global", "hash_id_scope must be 'local', got 'global'"),
         ("block_size", 0, "block_size must be at least 1, got 0"),
-        ("id", None, "id must be a string, got None"),
+        ("id", None, "id must be a string of Unicode text, got None"),
+        ("id", "half \ud800", "id must be a string of Unicode text, got 'half "),
         ("models", "m", "models must be a list of strings, got 'm'"),
         ("requests", [], "requests must be at least one main request, got 0"),
         ("requests.0", [], "requests[0] must be a JSON object, got list"),
@@ -139,18 +142,30 @@ def test_what_a_recording_may_leave_out(tmp_path: Path) -> None:
             "requests[0]: in must be block_size x number of hash_ids = 128, at least 1, got 127",
         ),
         ("requests.0.out", -1, "requests[0]: out must be at least 0, got -1"),
-        ("requests.0.out", 1.5, "requests[0]: out must be a whole number, got 1.5"),
+        ("requests.0.out", 1.5, "requests[0]: out must be a whole number within 2^53, got 1.5"),
+        ("requests.0.t", 1e300, "requests[0]: t must be a number within 2^53, got 1e+300"),
+        ("requests.0.t", 10**400, "requests[0]: t must be a number within 2^53, got 1000"),
+        ("requests.0.out", 10**30, "requests[0]: out must be a whole number within 2^53, got 1000"),
+        ("requests.1.duration_ms", 10**30, "requests[1]: duration_ms must be a whole number within 2^53"),
         ("requests.0.type", "x", "requests[0]: type must be 'n', 's' or 'subagent', got 'x'"),
-        ("requests.0.t", float("nan"), "requests[0]: t must be a finite number, got nan"),
-        ("requests.0.api_time", "1", "requests[0]: api_time must be a finite number or null, got '1'"),
+        ("requests.0.t", float("nan"), "requests[0]: t must be a number within 2^53, got nan"),
+        ("requests.0.api_time", "1", "requests[0]: api_time must be a number within 2^53, or null, got '1'"),
         ("requests.0.hash_ids", None, "requests[0]: hash_ids must be a list of whole numbers, got None"),
         ("requests.0.hash_ids", 0, "requests[0]: hash_ids must be a list of whole numbers, got 0"),
         ("requests.0.hash_ids", ["a"], "requests[0]: hash_ids must be a list of whole numbers, got ['a']"),
         ("requests.0.hash_ids", [1.5, 2], "hash_ids must be lists of whole numbers, got float64 values"),
         ("requests.0.hash_ids", [2**70, 1], "hash_ids must be lists of whole numbers"),
         ("requests.0.temperature", 1, "requests[0]: temperature must be one of t, type,"),
-        ("requests.1.requests.0.out", True, "requests[1].requests[0]: out must be a whole number, got True"),
-        ("requests.1.duration_ms", 0.5, "requests[1]: duration_ms must be a whole number or null, got 0.5"),
+        (
+            "requests.1.requests.0.out",
+            True,
+            "requests[1].requests[0]: out must be a whole number within 2^53, got True",
+        ),
+        (
+            "requests.1.duration_ms",
+            0.5,
+            "requests[1]: duration_ms must be a whole number within 2^53, or null, got 0.5",
+        ),
         (
             "requests.2.agent_id",
             "agent_001",
@@ -173,6 +188,7 @@ def test_a_wrong_field_is_named(change: str, value: object, sentence: str, tmp_p
         FileTraces(file)
     assert sentence in str(caught.value)
     assert "traces.jsonl:3" in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -180,8 +196,13 @@ def test_a_wrong_field_is_named(change: str, value: object, sentence: str, tmp_p
     [
         (b"{broken", "t.jsonl:2: line must be a JSON object, got"),
         (b"[1]", "t.jsonl:2 must be a JSON object, got list"),
-        (b'{"id": "\xff"}', "t.jsonl:2: line must be UTF-8"),
+        (b'{"id": "\xff"}', "t.jsonl:2: line must be text in UTF-8"),
         (b'{"id"', "t.jsonl:2: line must be a JSON object, got"),
+        (b"[" * 100_000, "t.jsonl:2: line must be a JSON object, got maximum recursion depth"),
+        (b'{"id": ' + b"9" * 5000, "t.jsonl:2: line must be a JSON object, got Exceeds the limit"),
+        (b'{"id": %d}' % 10**300, "t.jsonl:2: id must be a string of Unicode text, got 1000000"),
+        (gzip.compress(b"{}"), "t.jsonl:2: line must be text in UTF-8, not compressed"),
+        ('{"id": "t"}'.encode("utf-16"), "t.jsonl:2: line must be text in UTF-8"),
     ],
 )
 def test_a_wrong_line_is_named(line: bytes, sentence: str, tmp_path: Path) -> None:
@@ -192,6 +213,22 @@ def test_a_wrong_line_is_named(line: bytes, sentence: str, tmp_path: Path) -> No
     with pytest.raises(InvalidArgumentError) as caught:
         next(reader)
     assert sentence in str(caught.value)
+
+
+def test_a_line_without_an_end_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_file, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\n" + b"x" * 101)
+    (tmp_path / "one.json").write_bytes(b"x" * 101)
+    for source, where in ((path, "t.jsonl:2"), (tmp_path, "one.json")):
+        with pytest.raises(
+            InvalidArgumentError, match=f"{where}: session must be at most 100 bytes, got more"
+        ):
+            FileTraces(source)
+    with pytest.raises(InvalidArgumentError, match="trace file must be a file or a folder, got /dev/zero"):
+        FileTraces(Path("/dev/zero"))
 
 
 def test_an_id_that_comes_twice_and_an_empty_file_are_refused(tmp_path: Path) -> None:
