@@ -19,7 +19,8 @@ from aiohttp import web
 from rich.console import Console
 
 from loadgen.cli.display import final_tables
-from loadgen.cli.exit_status import EXIT_REFUSED, exit_status
+from loadgen.cli.exit_status import exit_status, refusals
+from loadgen.cli.options import writable
 from loadgen.engine.core import Engine
 from loadgen.engine.http import ChatServer
 from loadgen.engine.tokens import write_tokenizer
@@ -33,7 +34,7 @@ from loadgen.scenario.scenario import ScenarioConfig
 from loadgen.steps.service_count import ServiceCount
 from loadgen.tier.attention_tier import TierConfig
 from loadgen.tier.speculation import Speculation
-from megamoe.errors import ConfigError, MegaMoeError, must_be
+from megamoe.errors import ConfigError, must_be
 
 NOT_A_SCENARIO = "requests came from outside, over HTTP"
 
@@ -69,7 +70,7 @@ class EngineOptions:
 def engine(
     target: Annotated[str, typer.Option(help="host:port of the service's front")] = "127.0.0.1:50051",
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0 = any free one")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 = any free one")] = 8000,
     out: Annotated[Path, typer.Option(help="folder of the report")] = Path("out/engine"),
     profile: Annotated[str, typer.Option(help="auto, demo or full, as without a command")] = "auto",
     seed: Annotated[int, typer.Option(help="of rows and acceptance")] = 42,
@@ -93,7 +94,8 @@ def engine(
     """Serve the simulated attention tier as an OpenAI-compatible endpoint; every step calls the MoE service."""
     console = Console()
     if write_tokenizer_to is not None:
-        write_tokenizer(write_tokenizer_to)
+        with refusals(console):
+            write_tokenizer(write_tokenizer_to)
         console.print(f"tokenizer, one token a byte: {write_tokenizer_to}", highlight=False, soft_wrap=True)
         return
     options = EngineOptions(
@@ -114,14 +116,12 @@ def engine(
             "context_limit": context_limit,
         },
     )
-    try:
+    with refusals(console):
         if routing not in ROUTINGS:
             raise ConfigError(must_be("routing", f"one of {', '.join(ROUTINGS)}", repr(routing)))
         options.resolve("")  # what is wrong whatever the service says is refused before anything is leased
+        writable(out)
         report = asyncio.run(serve(options, console))
-    except (MegaMoeError, OSError) as error:
-        console.print(f"loadgen: {error}", style="bold red", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_REFUSED) from None
     raise typer.Exit(exit_status(report))
 
 

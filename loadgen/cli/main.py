@@ -21,8 +21,8 @@ from rich.logging import RichHandler
 from loadgen.cli import report
 from loadgen.cli import traces as trace_commands
 from loadgen.cli.engine import engine
-from loadgen.cli.exit_status import EXIT_REFUSED
-from loadgen.cli.options import Options, numbers, one_number
+from loadgen.cli.exit_status import refusals
+from loadgen.cli.options import Options, numbers, one_number, writable
 from loadgen.cli.published import calibrate, published
 from loadgen.cli.run import run_all
 from loadgen.moe.routing_model import ROUTINGS
@@ -31,7 +31,7 @@ from loadgen.scenario.scenario import AGENTX, SCENARIOS
 from loadgen.scenario.workload import Workload
 from loadgen.tier.attention_time import Stragglers
 from loadgen.trace.file import FileTraces
-from megamoe.errors import ConfigError, MegaMoeError, must_be
+from megamoe.errors import ConfigError, must_be
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 for command in (
@@ -142,7 +142,7 @@ def main(
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
-    try:
+    with refusals(console):
         concurrencies = numbers(sweep)
         if micro_batches < 1 or (moe_time and micro_batches > 1):
             raise ConfigError(must_be("micro_batches", "at least 1, and 1 with --moe-time", micro_batches))
@@ -202,8 +202,6 @@ def main(
             num_micro_batches=micro_batches,
         )
         options.resolve("")  # what is wrong whatever the service says is refused before anything is leased
+        writable(out)
         status = run_all(options, concurrencies, console)
-    except (MegaMoeError, OSError) as error:
-        console.print(f"loadgen: {error}", style="bold red", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_REFUSED) from None
     raise typer.Exit(status)

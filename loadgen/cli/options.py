@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,22 @@ def one_number(concurrency: str | None) -> int | None:
 def numbers(text: str | None) -> tuple[int, ...]:
     """`--sweep`. Raises ConfigError."""
     try:
-        return tuple(int(part) for part in text.split(",")) if text is not None else ()
+        found = tuple(int(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
         raise ConfigError(must_be("sweep", "whole numbers with commas between them", repr(text))) from None
+    if len(set(found)) < len(found):  # each has its own folder
+        raise ConfigError(must_be("sweep", "different numbers", repr(text)))
+    return found
+
+
+def writable(folder: Path) -> Path:
+    """`--out`, made where it is not there: a report that has nowhere to go is noticed before the run, not after it.
+
+    Raises ConfigError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(must_be("out", "a folder that can be written to", f"{folder}: {error}")) from None

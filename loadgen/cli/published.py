@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,18 +10,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from loadgen.cli.exit_status import refusals
 from loadgen.moe.table import MoeTimeTable
 from loadgen.published.calibrate import Figures, Setting, fit_agentx, fit_decode, run_in_processes
 from loadgen.published.runs import markdown, replay_agentx, replay_decode
 from loadgen.published.simulate import Simulation
 from loadgen.tier.attention_time import AttentionTime
-from megamoe.errors import ConfigError, MegaMoeError, must_be
+from megamoe.errors import ConfigError, must_be
 
 TABLE = "mi355x-v4-pro"
 BEGIN, END = "<!-- published: loadgen published -->", "<!-- end published -->"
 
 Duration = Annotated[float, typer.Option(help="profile of an AgentX run, in simulated seconds")]
-Processes = Annotated[int, typer.Option(help="runs side by side")]
+Processes = Annotated[int, typer.Option(min=1, help="runs side by side")]
 
 
 def calibrate(
@@ -32,7 +32,7 @@ def calibrate(
 ) -> None:
     """Fit the constants of attention time to published figures without the paths in question; takes minutes."""
     console = Console(highlight=False)
-    with _refusals(console):
+    with refusals(console):
         setting = Setting(table=MoeTimeTable.named(moe_time), duration_s=duration)
         start = fit_decode(setting.table)
         console.print(
@@ -55,11 +55,11 @@ def published(
 ) -> None:
     """Simulate published A/B runs and hold them against the sources. Exit status 1 when one is too far off."""
     console = Console(highlight=False)
-    with _refusals(console):
+    with refusals(console):
         table = MoeTimeTable.named(moe_time)
         if write is not None:
             replaced(write, "")
-        attention = AttentionTime()
+        setting, attention = Setting(table=table, duration_s=duration), AttentionTime()
         made: list[tuple[Simulation, Figures]] = []
 
         def run_all(simulations: Sequence[Simulation]) -> list[Figures]:
@@ -68,7 +68,7 @@ def published(
             return reports
 
         checks = replay_decode(table, attention, run_all)
-        checks += replay_agentx(Setting(table=table, duration_s=duration), attention, run_all)
+        checks += replay_agentx(setting, attention, run_all)
         text = f"{markdown(checks)}\n{slowest(made)}\n"
         console.print(text, soft_wrap=True)
         if write is not None:
@@ -97,13 +97,3 @@ def slowest(made: Sequence[tuple[Simulation, Figures]]) -> str:
         f"{profile['duration_s']:,.0f} s of profile and {profile['steps']:,} steps, after its warm-up) took "
         f"{cost['cpu_s']:.0f} s of one CPU and at most {cost['peak_mb']:,.0f} MB."
     )
-
-
-@contextlib.contextmanager
-def _refusals(console: Console) -> Iterator[None]:
-    """What is refused is said in one sentence, with exit status 2."""
-    try:
-        yield
-    except (MegaMoeError, OSError) as error:
-        console.print(f"loadgen: {error}", style="bold red", soft_wrap=True)
-        raise typer.Exit(2) from None

@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.cli.exit_status import EXIT_REFUSED
+from loadgen.cli.exit_status import refusals
 from loadgen.page.page import write_page
 from loadgen.report.compare import REPLICATE_NOISE, Comparison, compare_runs, read_side
-from megamoe.errors import ConfigError
 
 _STYLES = {"better": "green", "worse": "red", "no difference shown": ""}
 
@@ -27,11 +26,8 @@ def compare(
 ) -> None:
     """Say what changed from A to B, and how sure that is."""
     console = Console()
-    try:
+    with refusals(console):
         comparison = compare_runs(read_side(a), read_side(b))
-    except ConfigError as error:
-        console.print(f"loadgen: {error}", style="bold red", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_REFUSED) from None
     console.print(_table(comparison))
     for line in comparison.differences:
         console.print(f"differs: {line}", highlight=False, soft_wrap=True)
@@ -50,12 +46,9 @@ def page(
 ) -> None:
     """Write one self-contained HTML page of one run or several."""
     console = Console()
-    try:
+    with refusals(console):
         runs = [run for path in reports for run in read_side(path)]
         write_page(runs, out)
-    except ConfigError as error:
-        console.print(f"loadgen: {error}", style="bold red", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_REFUSED) from None
     console.print(f"Page of {len(runs)} runs: {out}", highlight=False, soft_wrap=True)
 
 

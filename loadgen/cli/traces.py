@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from loadgen.cli.exit_status import refusals
 from loadgen.corpus.statistics import TARGETS, Corpus
 from loadgen.corpus.synth import SyntheticTraces
 from loadgen.trace.file import read_traces, write_trace_folder, write_traces
 from loadgen.trace.trace import limit_context
-from megamoe.errors import ConfigError, InvalidArgumentError, MegaMoeError, must_be
+from megamoe.errors import ConfigError, InvalidArgumentError, must_be
 
 NUM_SESSIONS = 393
 
@@ -34,7 +33,7 @@ def synth(
 ) -> None:
     """Write synthetic sessions in the recorded format, with the published statistics."""
     console = Console(highlight=False)
-    with _refusals(console):
+    with refusals(console):
         if max_context is not None and max_context < 1:
             raise ConfigError(must_be("max_context", "at least 1", max_context))
         corpus = SyntheticTraces(sessions, seed)
@@ -45,6 +44,9 @@ def synth(
         if max_context is not None:
             traces = (kept for trace in traces if (kept := limit_context(trace, max_context)) is not None)
         count = write(out, traces)
+        if not count:
+            (out.rmdir if split else out.unlink)()
+            raise ConfigError(must_be("max_context", "so that some request fits", max_context))
         files = sorted(out.iterdir()) if split else [out]
         megabytes = sum(file.stat().st_size for file in files) / 1e6
         console.print(f"{count} sessions, {megabytes:,.0f} MB: {out}", soft_wrap=True)
@@ -55,7 +57,7 @@ def stats(
 ) -> None:
     """Print the statistics of recorded or synthetic sessions beside those published for the AgentX corpus."""
     console = Console(highlight=False)
-    with _refusals(console):
+    with refusals(console):
         if not path.exists():
             raise InvalidArgumentError(
                 must_be("path", "a trace file or a folder of them", f"nothing at {path}")
@@ -80,13 +82,3 @@ def statistics_table(statistics: dict[str, float], title: str) -> Table:
         style = "yellow" if far else ""
         table.add_row(target.name, f"{target.published:,.6g}", f"{here:,.6g}", shown, style=style)
     return table
-
-
-@contextlib.contextmanager
-def _refusals(console: Console) -> Iterator[None]:
-    """What is refused is said in one sentence, with exit status 2."""
-    try:
-        yield
-    except (MegaMoeError, OSError) as error:
-        console.print(f"loadgen: {error}", style="bold red", soft_wrap=True)
-        raise typer.Exit(2) from None

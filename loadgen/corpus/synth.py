@@ -16,6 +16,8 @@ from loadgen.trace.trace import BLOCK_SIZE, HashIds, SubagentEntry, Trace, Trace
 from megamoe.errors import ConfigError, must_be
 
 MODEL_NAME = "synthetic"
+MAX_SESSIONS = 1_000_000
+"""More is a slip of the finger, and would fill the memory before anything is said."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -24,8 +26,8 @@ class SyntheticTraces:
     """num_traces sessions of `recipe` from `seed`. Raises ConfigError naming the field."""
 
     def __init__(self, num_traces: int = 393, seed: int = 42, recipe: Recipe | None = None) -> None:
-        if num_traces < 1:
-            raise ConfigError(must_be("num_traces", "at least 1", num_traces))
+        if not 1 <= num_traces <= MAX_SESSIONS:
+            raise ConfigError(must_be("num_traces", f"from 1 to {MAX_SESSIONS:,}", num_traces))
         self.recipe = recipe or Recipe()
         self.seed = seed
         self._num_traces = num_traces

@@ -1,10 +1,11 @@
-"""The MoE service as `moe_tier` wants it, over the public client. The only importer of the service in this package."""
+"""The MoE service as `moe.tier` wants it, over the public client. The only importer of the service in this package."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from dataclasses import replace
 from loadgen.moe.rows import RankRows
 from loadgen.moe.tier import LayerOutcome, SubStepSeen, TierInfo
 from megamoe import StageTimes, SubStepReport
-from megamoe.errors import ConfigError, LeaseHeldError, PeerTimeoutError, UnavailableError
+from megamoe.errors import ConfigError, LeaseHeldError, PeerTimeoutError, UnavailableError, must_be
 from service.client import AsyncMoeGroup, AsyncStep, GroupOutput, ServiceInfo
 
 log = logging.getLogger("loadgen")
@@ -52,6 +53,8 @@ class LiveTier:
     @contextlib.asynccontextmanager
     async def connect(cls, target: str, *, holder: str, wait_ready_s: float) -> AsyncIterator[LiveTier]:
         """Lease the service whose front is at `target` (host:port). Raises MegaMoeError when that fails."""
+        if not 0 <= wait_ready_s < math.inf:
+            raise ConfigError(must_be("wait_ready", "at least 0, and finite", wait_ready_s))
         tier = cls(target, holder, wait_ready_s)
         await tier._lease(wait_ready_s)
         try:

@@ -72,16 +72,20 @@ def fit_decode(table: MoeTimeTable) -> AttentionTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the AgentX runs of a fit have in common."""
+    """What the AgentX runs of a fit have in common. Raises ConfigError naming the field."""
 
     table: MoeTimeTable
     duration_s: float = 1800.0
     seed: int = 42
 
+    def __post_init__(self) -> None:
+        self.scenario(1)
+
+    def scenario(self, concurrency: int) -> ScenarioConfig:
+        return ScenarioConfig(concurrency=concurrency, duration_wall_s=self.duration_s, seed=self.seed)
+
     def simulation(self, run: AgentxRun, attention: AttentionTime, paths: frozenset[MoePath]) -> Simulation:
-        scenario = ScenarioConfig(
-            concurrency=run.concurrency, duration_wall_s=self.duration_s, seed=self.seed
-        )
+        scenario = self.scenario(run.concurrency)
         return Simulation(
             moe=SimulatedMoe(table=self.table, enabled=paths),
             scenario=scenario,

@@ -5,20 +5,23 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
 from loadgen.report.report import PATHS
 from loadgen.scenario.scenario import AGENTX
-from megamoe.errors import ConfigError, must_be
+from megamoe.errors import ConfigError
 
 Array = npt.NDArray[np.float64]
 ENGINE = "engine"
 """Scenario of a report whose requests came from outside: nobody configured their concurrency."""
-SCHEMA_PREFIX = "megamoe.loadgen.report/"
+SCHEMA_FILE = Path(__file__).parent / "schemas" / "report.schema.json"
 
 
 @dataclass(frozen=True)
@@ -93,22 +96,41 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a report.json, or the one in a folder, with the slices.csv beside it.
 
-    Raises ConfigError naming the file when it is not a report of this program.
+    Raises ConfigError naming the file, and the field, when it is not a report of this program.
     """
     file = path / "report.json" if path.is_dir() else path
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        report = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as a report: {error}") from error
-    schema = report.get("schema", "") if isinstance(report, dict) else ""
-    if not str(schema).startswith(SCHEMA_PREFIX):
-        raise ConfigError(f"{file}: {must_be('schema', f'{SCHEMA_PREFIX}1', repr(schema))}")
+    wrong = best_match(_schema().iter_errors(report))
+    if wrong is not None:
+        raise ConfigError(f"{file}: not a report of this program: {wrong.json_path}: {wrong.message[:300]}")
     return Run(file.resolve().parent.name, report, _read_slices(file.with_name("slices.csv")))
 
 
+@cache
+def _schema() -> Draft202012Validator:
+    return Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
 def _read_slices(file: Path) -> dict[str, Array]:
-    if not file.exists():
+    """Columns by name; none without the file or with an empty one, as a run of no steps leaves it.
+
+    Raises ConfigError naming the file.
+    """
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            names, *rows = list(csv.reader(lines)) or [[]]
+        columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(names))
+        if len(set(names)) < len(names) or not np.isfinite(columns).all():
+            raise ValueError("a name that comes twice, or a number that is not finite")
+    except FileNotFoundError:
         return {}
-    with file.open(encoding="utf-8", newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else ())}
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"{file}: must be lines of numbers under one of names, got {error}") from error
+    return dict(zip(names, columns.T))

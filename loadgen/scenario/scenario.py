@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
+from loadgen.corpus.synth import MAX_SESSIONS
 from megamoe.errors import ConfigError, must_be
 
 AGENTX, UNIFORM, FIXED = "agentx", "uniform", "fixed"
 SCENARIOS = (AGENTX, UNIFORM, FIXED)
-MAX_COUNT = 1_000_000
-"""More lanes or sessions than that are a slip of the finger, and would fill the memory before anything is said."""
 MIN_DURATION_S = 900.0
 """Shortest profile that the public harness accepts for this workload; shorter runs are marked."""
 
@@ -72,8 +71,8 @@ class ScenarioConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(must_be(name, "above 0", getattr(self, name)))
         for name in ("concurrency", "num_traces"):
-            if not 1 <= getattr(self, name) <= MAX_COUNT:
-                raise ConfigError(must_be(name, f"from 1 to {MAX_COUNT:,}", getattr(self, name)))
+            if not 1 <= getattr(self, name) <= MAX_SESSIONS:
+                raise ConfigError(must_be(name, f"from 1 to {MAX_SESSIONS:,}", getattr(self, name)))
         for name in ("seed", "warmup_requests", "grace_wall_s", "step_retries", "request_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(must_be(name, "at least 0", getattr(self, name)))

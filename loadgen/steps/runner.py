@@ -37,13 +37,17 @@ class ServiceGoneError(UnavailableError):
 
 
 def fit_tier(config: TierConfig, info: TierInfo) -> TierConfig:
-    """The tier's limits lowered to what the service takes in one step. Raises ConfigError if one request is too big."""
+    """The tier's limits lowered to what the service takes in one step. Raises ConfigError where that cannot be."""
     rows_per_request = config.speculation.rows_per_request
     if info.max_step_rows < rows_per_request:
         raise ConfigError(
             must_be(
                 "rows of a decode request (num_drafts + 1)", f"at most {info.max_step_rows}", rows_per_request
             )
+        )
+    if config.draft_moe_layers > info.num_layers:
+        raise ConfigError(
+            must_be("draft_moe_layers", f"at most the service's {info.num_layers}", config.draft_moe_layers)
         )
     return replace(
         config,

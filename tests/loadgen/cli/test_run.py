@@ -182,12 +182,18 @@ def test_ctrl_c_writes_a_report_marked_cancelled(
         (["--sweep", "8,x"], "sweep must be whole numbers with commas between them, got '8,x'"),
         (["--fixed-schedule"], "scenario agentx forbids a fixed schedule"),
         (["--no-ignore-eos"], "scenario agentx locks ignore_eos on"),
-        (["--scenario", "fixed", "--rows", "0"], "rows must be at least 1, got 0"),
+        (["--scenario", "fixed", "--rows", "0"], "rows must be from 1 to 1,048,576, got 0"),
         (
             ["--scenario", "uniform", "--input-tokens", "100"],
             "input_tokens must be a multiple of 64, got 100",
         ),
         (["--trace-file", "not there"], "No such file"),
+        (["--scenario", "uniform", "--sweep", "8,8"], "sweep must be different numbers, got '8,8'"),
+        (["--duration", "nan"], "duration_wall_s must be finite, got nan"),
+        (
+            ["--target", "127.0.0.1:1", "--wait-ready", "nan"],
+            "wait_ready must be at least 0, and finite, got nan",
+        ),
         (["--concurrency", "many"], "concurrency must be a whole number, got 'many'"),
         (["--request-rate", "3"], "forbids a fixed request rate"),
         (["--ignore-delays"], "forbids ignoring the recorded delays"),
@@ -203,6 +209,14 @@ def test_a_refused_run_begins_nothing(arguments: list[str], sentence: str, tmp_p
     assert status == 2
     assert sentence in text
     assert not list(tmp_path.iterdir())
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        status, text = invoke("--target", "127.0.0.1:1", out=out)
+        assert status == 2
+        assert f"out must be a folder that can be written to, got {out}" in text
 
 
 def test_recorded_sessions_are_played(connected: Callable[..., RealTimeTier], tmp_path: Path) -> None:
@@ -222,7 +236,7 @@ def test_a_broken_recording_is_refused_before_anything_begins(tmp_path: Path) ->
     arguments = ["--trace-file", str(tmp_path / "bad.jsonl"), "--target", "127.0.0.1:1"]
     status, text = invoke(*arguments, out=tmp_path / "out")
     assert status == 2
-    assert "bad.jsonl:1: id must be a string, got 3" in text
+    assert "bad.jsonl:1: id must be a string of Unicode text, got 3" in text
 
 
 SIMPLE = ["--duration", "0.5", "--plain", "--grace-period", "0.2"]

@@ -64,7 +64,8 @@ def test_split_writes_a_file_a_session(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["synth", "{out}", "--sessions", "0"], "num_traces must be at least 1, got 0"),
+        (["synth", "{out}", "--sessions", "0"], "num_traces must be from 1 to 1,000,000, got 0"),
+        (["synth", "{out}", "--sessions", "2", "--max-context", "9"], "so that some request fits, got 9"),
         (["synth", "{out}", "--max-context", "0"], "max_context must be at least 1, got 0"),
         (["synth", "{bad}"], "out must be a path with nothing there yet"),
         (["stats", "{out}"], "path must be a trace file or a folder of them"),

@@ -173,3 +173,21 @@ def test_the_shipped_table_names_its_source_and_the_full_shape() -> None:
     assert fields["source"]
     assert TABLE.deployment.shape.num_layers == 61
     assert np.isclose(TABLE.max_weight, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--duration", "0"], "duration_wall_s must be above 0, got 0.0"),
+        (["--duration", "nan"], "duration_wall_s must be finite, got nan"),
+        (["--processes", "0"], "--processes"),
+        (["--moe-time", "nothing"], "moe_time must be a file or one of"),
+    ],
+)
+@pytest.mark.parametrize("command", ["published", "calibrate"])
+def test_a_wrong_option_is_refused_before_anything_runs(
+    command: str, arguments: list[str], sentence: str
+) -> None:
+    result = CliRunner().invoke(cli.app, [command, *arguments], env={"COLUMNS": "160"})
+    assert result.exit_code == 2
+    assert sentence in result.output

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import loadgen.cli.main as cli
 from loadgen.report.compare import Change, Comparison, compare_runs, read_side
+from megamoe.errors import ConfigError
 from tests.loadgen.reports import write_changed, write_run
 
 
@@ -116,7 +119,15 @@ def test_the_command_prints_the_table(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [("{}", "schema must be"), ("{", "cannot be read as a report")]
+    ("content", "sentence"),
+    [
+        ("{}", "'schema' is a required property"),
+        ("{", "cannot be read as a report"),
+        ("", "cannot be read as a report"),
+        ("\xff", "cannot be read as a report"),
+        ("[" * 100_000, "cannot be read as a report: maximum recursion depth"),
+        ("[]", "$: [] is not of type 'object'"),
+    ],
 )
 def test_what_is_no_report_is_refused(base: Path, tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "report.json").write_text(content)
@@ -130,3 +141,57 @@ def test_an_empty_folder_is_refused(base: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["compare", str(base), str(tmp_path)], env={"COLUMNS": "140"})
     assert result.exit_code == 2
     assert "got none" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda report: report.update(schema="megamoe.loadgen.report/2"), "$.schema: "),
+        (lambda report: report.pop("config"), "$: 'config' is a required property"),
+        (lambda report: report["config"].update(scenario=None), "$.config.scenario: None is not of type"),
+        (
+            lambda report: report["config"]["scenario"].update(seed="x"),
+            "$.config.scenario.seed: 'x' is not of",
+        ),
+        (
+            lambda report: report["config"]["scenario"].update(slice_s=0),
+            "$.config.scenario.slice_s: 0 is less than or equal to",
+        ),
+        (lambda report: report["config"].update(attention_tier={}), "'speculation' is a required property"),
+        (lambda report: report.update(simulated={}), "$.simulated: 'paths' is a required property"),
+        (lambda report: report.update(itl=[]), "$.itl: [] is not of type 'object'"),
+        (lambda report: report["itl"].update(p50=-1.0), "$.itl.p50: -1.0 is less than the minimum of 0"),
+        (lambda report: report.update(total_tput_tps=float("nan")), "NaN is no number"),
+        (lambda report: report.update(paths={"small_m": 3}), "$.paths"),
+    ],
+)
+@pytest.mark.parametrize("command", ["compare", "page"])
+def test_an_odd_report_is_refused_with_the_field(
+    base: Path, tmp_path: Path, command: str, change: Callable[[dict[str, Any]], object], sentence: str
+) -> None:
+    report = json.loads(base.read_text())
+    change(report)
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    arguments = {"compare": [str(base), str(tmp_path)], "page": [str(tmp_path), "--out", str(tmp_path / "x")]}
+    result = CliRunner().invoke(cli.app, [command, *arguments[command]], env={"COLUMNS": "140"})
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "slices", ["start_s,rows\n1,x\n", "start_s,rows\n1\n", "a,a\n1,2\n", "a\nnan\n", "\xff"]
+)
+def test_odd_slices_are_refused_with_the_file(base: Path, tmp_path: Path, slices: str) -> None:
+    (tmp_path / "report.json").write_text(base.read_text())
+    (tmp_path / "slices.csv").write_bytes(slices.encode("latin-1"))
+    with pytest.raises(ConfigError, match="slices.csv: must be lines of numbers under one of names"):
+        read_side(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_is_refused(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "file" / "page.html"
+    out.parent.write_text("no folder")
+    result = CliRunner().invoke(cli.app, ["page", str(base), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "loadgen: " in result.output
