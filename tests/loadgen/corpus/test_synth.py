@@ -104,7 +104,7 @@ def test_pieces_go_through_their_knots_and_end_at_the_last() -> None:
 
 
 def test_an_empty_corpus_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_traces must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_traces must be from 1 to 1,000,000, got 0"):
         SyntheticTraces(0)
     with pytest.raises(IndexError):
         SyntheticTraces(3)[3]
