@@ -3,7 +3,15 @@
 See CONTRIBUTING.md for the map of the house.
 """
 
-from megamoe.backends import Finding, check_backend, compile_kernels, diagnose, missing_kernels
+from megamoe.backends import (
+    Finding,
+    KernelWork,
+    check_backend,
+    compile_kernels,
+    count_work,
+    diagnose,
+    missing_kernels,
+)
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
 from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
 from megamoe.bundle import (
@@ -38,6 +46,7 @@ __all__ = [
     "Deployment",
     "Finding",
     "HeapLayout",
+    "KernelWork",
     "LayerWeights",
     "MoeBatch",
     "MoeOutput",
@@ -64,6 +73,7 @@ __all__ = [
     "check_backend",
     "choose_path",
     "compile_kernels",
+    "count_work",
     "diagnose",
     "fence",
     "format_results",

@@ -7,7 +7,7 @@ are imported inside their backend's folder, when the backend is first opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path as FilePath
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from megamoe.batch import MoeBatch, SubStepReport
-from megamoe.bundle import Bundle, Path
+from megamoe.bundle import Bundle, Deployment, Path, plan_bundle
 from megamoe.errors import ConfigError, must_be
 from megamoe.path import SubStep
 from megamoe.weights import LayerWeights
@@ -93,6 +93,29 @@ class Finding:
     what: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelWork:
+    """What one kernel does in a sub-step, over all ranks. instructions: of waves, without those of waits; mfma: the
+    matrix instructions. weight_bytes: loaded, by_16: by 16-byte loads, needed: of the experts that got rows."""
+
+    path: Path
+    rows_per_rank: int
+    kernel: str
+    instructions: int
+    mfma: int
+    weight_bytes: int
+    weight_bytes_by_16: int
+    weight_bytes_needed: int
+    bytes_to_peers: int
+
+    def cells(self) -> tuple[str, ...]:
+        """A table's: path, rows, kernel, instructions, mfma, weight bytes over needed, share by 16, bytes to peers."""
+        over = f"{self.weight_bytes / self.weight_bytes_needed:.3g}" if self.weight_bytes_needed else ""
+        share = f"{self.weight_bytes_by_16 / self.weight_bytes:.3g}" if self.weight_bytes else ""
+        numbers = (self.rows_per_rank, self.kernel, self.instructions, self.mfma)
+        return (str(self.path), *map(str, numbers), over, share, str(self.bytes_to_peers))
+
+
 @dataclass(frozen=True)
 class CompiledKernel:
     """One kernel of a shipped folder. seconds: spent on it, 0 where it was there."""
@@ -144,6 +167,16 @@ def diagnose(bundle: Bundle) -> list[Finding]:
     except ConfigError as error:
         return [Finding(False, str(error))]
     return [Finding(True, f"backend {bundle.deployment.backend}")]
+
+
+def count_work(
+    deployment: Deployment, sizes: Mapping[Path, Sequence[int]], distribution: str
+) -> list[KernelWork]:
+    """What sub-steps of `sizes` rows a rank do, counted on emulated devices. Raises ConfigError for real ones."""
+    if not deployment.gfx950_emulated:
+        raise ConfigError(must_be("device", "emulated", "real"))
+    work: list[KernelWork] = _tool(plan_bundle(deployment), "count_work")(deployment, sizes, distribution)
+    return work
 
 
 def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:

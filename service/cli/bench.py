@@ -5,10 +5,22 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megamoe import DISTRIBUTIONS, BenchConfig, Path, bench_deployment, run_bench
+from megamoe import (
+    DISTRIBUTIONS,
+    BenchConfig,
+    Deployment,
+    Path,
+    bench_deployment,
+    check_backend,
+    count_work,
+    plan_bundle,
+    run_bench,
+)
 from megamoe.errors import InvalidArgumentError, must_be
 from service.config import ServiceConfig
 
+_TABLE_WIDTH = 100
+"""Of the table of counts, wherever it goes."""
 _MAX_SIZE = 8192
 """Capacity of the largest runtime that can be built."""
 
@@ -23,9 +35,13 @@ def print_bench(
             must_be("distribution", f"one of {', '.join(DISTRIBUTIONS)}", repr(distribution))
         )
     deployment = config.deployment
+    if config.backend == "gfx950" and config.device == "emulated":
+        _print_work(deployment, numbers, _paths(paths), distribution)
+        return
     if not as_deployed:
         capacity = 1 << (max(numbers) - 1).bit_length()
         deployment = bench_deployment(config.moe_shape, max_tokens_per_rank=capacity, backend=config.backend)
+    check_backend(plan_bundle(deployment))
     wanted = BenchConfig(
         deployment=deployment,
         sizes=numbers,
@@ -58,6 +74,31 @@ def print_bench(
     out.print(
         "plain torch: one process, fp32 matmuls on weights dequantized beforehand, no activation quantization",
         highlight=False,
+    )
+
+
+def _print_work(
+    deployment: Deployment, sizes: tuple[int, ...], paths: tuple[Path, ...] | None, distribution: str
+) -> None:
+    """What an emulated device counts: it has no time to give. Sizes above a path's capacity are left out."""
+    bundle = plan_bundle(deployment)
+    capacities = {path: max(bundle.capacities(path), default=0) for path in paths or Path}
+    wanted = {
+        path: [size for size in sizes if size <= capacity]
+        for path, capacity in capacities.items()
+        if capacity
+    }
+    out = Console(width=max(Console().width, _TABLE_WIDTH))
+    table = Table(
+        "path", "tokens\na rank", "kernel", "wave\ninstructions", "mfma", "weight bytes\n/ needed",
+        "by 16\nbytes", "bytes\nto peers",
+    )  # fmt: skip
+    with out.status("counting ..."):
+        for work in count_work(deployment, wanted, distribution):
+            table.add_row(*work.cells())
+    out.print(table)
+    out.print(
+        "counts of all ranks on the emulated device, waits left out; it has no time to give", highlight=False
     )
 
 

@@ -66,13 +66,8 @@ def tile_of(name: str) -> int:
 
 
 def loops(kernel: Kernel) -> list[list[Instruction]]:
-    """Every loop: from the target of a backward branch to the branch."""
-    at = {one.offset: k for k, one in enumerate(kernel.instructions)}
-    return [
-        kernel.instructions[at[branch.target] : k + 1]
-        for k, branch in enumerate(kernel.instructions)
-        if branch.is_branch and branch.target is not None and branch.target <= branch.offset
-    ]
+    """The instructions of every loop."""
+    return [kernel.instructions[start:stop] for start, stop in kernel.loops]
 
 
 def matrix_loops(kernel: Kernel) -> list[list[Instruction]]:

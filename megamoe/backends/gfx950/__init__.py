@@ -9,15 +9,15 @@ Nothing here imports FlyDSL, MORI or ROCm before it is needed: FlyDSL when a ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from megamoe.bundle import Bundle
+from megamoe.bundle import Bundle, Deployment, Path
 from megamoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megamoe.backends import CompiledKernel, Finding
+    from megamoe.backends import CompiledKernel, Finding, KernelWork
     from megamoe.backends.gfx950.backend import Gfx950Backend
 
 
@@ -39,14 +39,23 @@ def diagnose(bundle: Bundle) -> list[Finding]:
     return diagnosis.diagnose(bundle)
 
 
-def compile_kernels(bundle: Bundle, folder: Path, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
+def count_work(
+    deployment: Deployment, sizes: Mapping[Path, Sequence[int]], distribution: str
+) -> list[KernelWork]:
+    """See megamoe.backends.count_work."""
+    from megamoe.backends.gfx950 import bench
+
+    return bench.count_work(deployment, sizes, distribution)
+
+
+def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
     """See megamoe.backends.compile_kernels."""
     from megamoe.backends.gfx950 import compile_ahead as ahead
 
     return ahead.compile_kernels(bundle, folder, num_jobs=num_jobs)
 
 
-def missing_kernels(bundle: Bundle, folder: Path) -> list[str]:
+def missing_kernels(bundle: Bundle, folder: FilePath) -> list[str]:
     """See megamoe.backends.missing_kernels."""
     from megamoe.backends.gfx950 import compile_ahead as ahead
 

@@ -129,6 +129,27 @@ class Kernel:
         """The decoded code."""
         return decode(self.code)
 
+    @cached_property
+    def loops(self) -> list[tuple[int, int]]:
+        """Index of the first instruction of each loop and of the one behind it, by its backward branch."""
+        at = {one.offset: k for k, one in enumerate(self.instructions)}
+        return [
+            (at[one.target], k + 1)
+            for k, one in enumerate(self.instructions)
+            if one.is_branch and one.target is not None and at.get(one.target, k + 1) <= k
+        ]
+
+    @cached_property
+    def spins(self) -> list[tuple[int, int]]:
+        """Loops that sleep, the innermost only: waves wait in them for others."""
+        sleep = [k for k, one in enumerate(self.instructions) if one.mnemonic == "s_sleep"]
+        sleeping = [(start, stop) for start, stop in self.loops if any(start <= k < stop for k in sleep)]
+        return [
+            (start, stop)
+            for start, stop in sleeping
+            if not any((start, stop) != one and start <= one[0] and one[1] <= stop for one in sleeping)
+        ]
+
     def _count(self, key: str) -> int:
         value = self.metadata.get(key)
         if not isinstance(value, int):

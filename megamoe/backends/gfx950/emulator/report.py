@@ -143,7 +143,8 @@ def raise_reports(reports: list[Report]) -> None:
 class Traffic:
     """What one launch did. bytes[direction][class][width]: direction 0 load, 1 store, 2 atomic; width by `WIDTHS`.
 
-    remote_bytes: to memory of other ranks, per direction. executed: wave instructions per mnemonic.
+    remote_bytes: to memory of other ranks, per direction. executed: wave instructions per mnemonic. num_waiting: those
+    of them in spins, which depend on everything else that runs.
     """
 
     bytes: np.ndarray[tuple[int, int, int], np.dtype[np.uint64]]
@@ -151,6 +152,7 @@ class Traffic:
     lds_bytes: tuple[int, int]
     lds_dma_bytes: int
     executed: Counter[str]
+    num_waiting: int
 
     @cached_property
     def num_instructions(self) -> int:
@@ -178,6 +180,9 @@ def read_traffic(group: DeviceGroup, launch_idx: int, kernel: Kernel) -> Traffic
     for k, one in enumerate(kernel.instructions):
         if counts[k]:
             executed[one.mnemonic] += counts[k]
+    waiting = sum(counts[k] for start, stop in kernel.spins for k in range(start, stop))
     table = np.ctypeslib.as_array(raw.bytes).copy()
     remote, lds = tuple(raw.remote_bytes), tuple(raw.lds_bytes)
-    return Traffic(table, (remote[0], remote[1], remote[2]), (lds[0], lds[1]), raw.dma_bytes, executed)
+    return Traffic(
+        table, (remote[0], remote[1], remote[2]), (lds[0], lds[1]), raw.dma_bytes, executed, waiting
+    )
