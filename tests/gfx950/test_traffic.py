@@ -84,3 +84,24 @@ def test_dynamic_and_matrix_instructions() -> None:
     assert traffic.num_mfma == 4 * 5
     assert traffic.executed["s_sub_u32"] == 20
     assert traffic.num_instructions == 4 * (3 + 1 + 5 * 4 + 1)
+
+
+def test_lanes_of_one_instruction_over_several_ranks() -> None:
+    """The first 16 lanes write to their own rank, the next 40 to another, the last 8 to their own again."""
+    body = "v_mov_b32_e32 v2, s4\nv_mov_b32_e32 v3, s5\ns_mov_b32 exec_lo, 0xffff0000\ns_mov_b32 exec_hi, 0x00ffffff\n"
+    body += "v_mov_b32_e32 v2, s6\nv_mov_b32_e32 v3, s7\ns_mov_b64 exec, -1\n"
+    body += "global_store_dwordx2 v[2:3], v[0:1], off"
+    traffic = run(body, remote=True)
+    assert cells(traffic) == {(1, 3, 8): 24 * 8, (1, 5, 8): 40 * 8}
+    assert traffic.remote_bytes == (0, 40 * 8, 0)
+
+
+def test_instructions_of_waits_are_told_apart() -> None:
+    """A loop that sleeps waits; one around it, and one that does not sleep, work."""
+    wait = (
+        "s_movk_i32 s9, 7\nwait:\ns_sleep 1\ns_sub_u32 s9, s9, 1\ns_cmp_lg_u32 s9, 0\ns_cbranch_scc1 wait\n"
+    )
+    body = f"s_mov_b32 s8, 3\nwork:\n{wait}s_sub_u32 s8, s8, 1\ns_cmp_lg_u32 s8, 0\ns_cbranch_scc1 work"
+    traffic = run(body)
+    assert traffic.num_waiting == 3 * 7 * 4
+    assert traffic.num_instructions - traffic.num_waiting == 3 + 1 + 3 * (1 + 3) + 1

@@ -54,9 +54,21 @@ def _cache_folder() -> Path:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ToolchainError(f"the C compiler {command[0]} must start, got {error}") from error
     if done.returncode:
-        raise ToolchainError(f"compiling the gfx950 emulator must succeed, got: {done.stderr.strip()[:2000]}")
+        said = done.stderr.strip()[:2000] or f"exit status {done.returncode}"
+        raise ToolchainError(f"compiling the gfx950 emulator must succeed, got: {said}")
+
+
+def _work_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=folder)
+    except OSError as error:
+        raise ToolchainError(f"folder {folder} must be one that can be written, got {error}") from error
 
 
 def build(compiler: list[str] | None = None, folder: Path | None = None) -> Path:
@@ -70,8 +82,7 @@ def build(compiler: list[str] | None = None, folder: Path | None = None) -> Path
     target = folder / f"emulator-{digest.hexdigest()[:24]}.so"
     if target.exists():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with _work_folder(folder) as work:
         objects = [f"{work}/{path.stem}.o" for path in sources]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(_run, ([*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects))))

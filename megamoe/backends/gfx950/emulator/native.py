@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,10 +115,20 @@ class LaunchDesc(ctypes.Structure):
     )  # fmt: skip
 
 
+def open_core(build: Callable[[], Path]) -> ctypes.CDLL:
+    """The library that `build` names; a file that was damaged is built again once."""
+    path = build()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(build()))
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """The loaded core. Raises ToolchainError when it has to be compiled and cannot be."""
-    lib = ctypes.CDLL(str(build()))
+    lib = open_core(build)
     ptr, u64, u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
     signatures = {
         "emu_handler": (u64, [ctypes.c_char_p]), "emu_unimplemented": (u64, []), "emu_modified": (u64, []),
