@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,18 +188,25 @@ def run(command: Sequence[str], cwd: Path | None = None, timeout_s: float = DOWN
     return done.stdout
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Provide the tools named; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tools", nargs="+", choices=sorted(KNOWN))
+def provide_named(
+    prog: str, known: Iterable[str], provide: Callable[[str], Mapping[str, Path]], argv: Sequence[str] | None
+) -> int:
+    """The command line of a module that provides tools: print the programs of those named; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("tools", nargs="+", choices=sorted(known))
     try:
         for name in parser.parse_args(argv).tools:
             for program, path in provide(name).items():
                 print(f"{program}: {path}")
     except ToolError as error:
-        print(f"debian_tools: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Provide the tools named; returns the exit status."""
+    return provide_named("debian_tools", KNOWN, provide, argv)
 
 
 if __name__ == "__main__":

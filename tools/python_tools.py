@@ -9,7 +9,6 @@ Refuses: to go on without the tool (ToolError says what pip said); no caller may
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import venv
@@ -19,7 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the folder above is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.debian_tools import ROOT, TOOLS, ToolError, lock, run
+from tools.debian_tools import ROOT, TOOLS, ToolError, lock, provide_named, run
 
 INSTALL_TIMEOUT_S = 900
 
@@ -61,16 +60,7 @@ def provide(tool_name: str, tools: Path = TOOLS, constraints: Path = ROOT / "con
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Provide the tools named; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tools", nargs="+", choices=sorted(KNOWN))
-    try:
-        for name in parser.parse_args(argv).tools:
-            for program, path in provide(name).items():
-                print(f"{program}: {path}")
-    except ToolError as error:
-        print(f"python_tools: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return provide_named("python_tools", KNOWN, provide, argv)
 
 
 if __name__ == "__main__":

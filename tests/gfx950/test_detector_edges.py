@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import numpy as np
 import pytest
 
 from megamoe.backends.gfx950.emulator.device import DeviceConfig, DeviceGroup
@@ -146,3 +147,24 @@ def test_memory_ends_where_it_ends(access: str, last: int) -> None:
                     group.synchronize()
             else:
                 group.synchronize()
+
+
+def test_registers_and_lds_start_poisoned() -> None:
+    """What was never written is neither zero nor a small number: a NaN in vector registers and LDS."""
+    body = """s_load_dwordx4 s[4:7], s[0:1], 0x0
+v_lshlrev_b32_e32 v1, 4, v0
+s_waitcnt lgkmcnt(0)
+ds_read_b32 v5, v1
+v_mov_b32_e32 v6, s40
+s_waitcnt lgkmcnt(0)
+v_mov_b32_e32 v4, v90
+v_mov_b32_e32 v7, 0
+global_store_dwordx4 v1, v[4:7], s[6:7]"""
+    with DeviceGroup(DeviceConfig()) as group:
+        target = group.devices[0].allocate(1024)
+        kernel = kernel_of(body, lds_bytes=1024)
+        group.devices[0].default_stream.launch(kernel, (1,), (64,), [0, target.address])
+        group.synchronize()
+        assert (
+            target.view(np.uint32).reshape(64, 4).tolist() == [[0x7FC0DEAD, 0x7FC0DEAD, 0xDEADBEEF, 0]] * 64
+        )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megamoe import mx
 from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, shape_of
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
@@ -173,8 +174,15 @@ def epoch_checks(log: Log, shape: MoeShape, num_epochs: int) -> None:
     log.check("one operator", many)
 
 
+def quantized(shape: MoeShape, batch: MoeBatch) -> MoeBatch:
+    """The same rows as a caller would send them in MXFP8."""
+    codes, sf = mx.quantize_mxfp8(batch.hidden_states)
+    return MoeBatch.of(shape, codes, batch.topk_ids, batch.topk_weights, sf)
+
+
 def tuned_shape_checks(log: Log) -> None:
-    """7168 x 3072 on two ranks, all kernels, one tile an expert; tiles of 64 and 128 rows by their numbers of rows."""
+    """7168 x 3072 on two ranks, every variant: tiles of 32, 64 and 128 rows by their numbers of rows, both row formats;
+    with FP8 results the rows come quantized too."""
     shape = MoeShape(
         hidden=7168,
         intermediate=3072,
@@ -186,7 +194,9 @@ def tuned_shape_checks(log: Log) -> None:
     )
     for path, row_format, rows in (
         (Path.FIXED_SLOT, RowFormat.BF16, (9, 4)),
-        (Path.COMPACT, RowFormat.FP8, (32, 5)),
+        (Path.FIXED_SLOT, RowFormat.FP8, (32, 20)),
+        (Path.COMPACT, RowFormat.BF16, (128, 40)),
+        (Path.COMPACT, RowFormat.FP8, (16, 5)),
         (Path.COMPACT, RowFormat.BF16, (64, 64)),
         (Path.COMPACT, RowFormat.FP8, (200, 60)),
         (Path.LARGE_M, RowFormat.BF16, (200, 60)),
@@ -197,6 +207,8 @@ def tuned_shape_checks(log: Log) -> None:
             with Ranks(emulated(shape, **settings), seed=1, num_cus=64) as ranks:
                 weights = ranks.bind()
                 batches = batches_of(shape, rows, seed=2)
+                if row_format is RowFormat.FP8:
+                    batches = [quantized(shape, batch) for batch in batches]
                 outs, _ = ranks.run(path, batches, timeout_s=1000)
                 silent(ranks)
                 return right(outs, [quantized_moe(batch, weights, shape, row_format) for batch in batches])
