@@ -49,8 +49,8 @@ def direct(
     lds, counted, news, control, bases, heap, experts, segments, tiles, rank, info,
     num_groups, BLOCK_M, NUM_1, NUM_2, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, THREADS,
 ):  # fmt: skip
-    """One workgroup: from the counts of all sources to the last published tile. Sources without rows by the agreed
-    counts are not waited for. Ends early when a source does not come: the control block then says so.
+    """One workgroup: from the counts of all sources to the last published tile. Ranks without rows by the agreed counts
+    are not waited for. Ends early when a source does not come: the control block then says so.
 
     info: bits for the flags that say what is done; NUM_1, NUM_2: units of a tile in both GEMMs."""
     needed = control_int(control, Word.SOURCES) | (fx.Int32(1) << rank)
@@ -61,8 +61,15 @@ def direct(
             BLOCK_M, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, THREADS,
         )  # fmt: skip
         expect(lds, control, bases, rank, num_tiles, info, NUM_2, NUM_RANKS)
+        # Payload flags of sources without rows here are not looked at: this rank may be done before they come, and those
+        # ranks may then post the ones of a later launch.
+        bringing = fx.Int32(0)
+        for src in range_constexpr(NUM_RANKS):
+            some = fx.generic_load(lds.tiles_of.ptr + src) > 0
+            bringing = bringing | some.select(fx.Int32(1 << src), fx.Int32(0))
+        bringing = uniform(bringing)
         arrived, num_published, num_chunks, num_chunked = [fx.Int32(0) for _ in range(4)]
-        going = fx.Int32(1)
+        going = (bringing != 0).select(fx.Int32(1), fx.Int32(0))
         while going == 1:
 
             def starving(published=num_published, chunked=num_chunked):
@@ -74,7 +81,7 @@ def direct(
                 return (published > chunked) & (drawn - published * NUM_1 >= num_groups // 2)
 
             more = flags.wait(
-                news, control, bases, heap, rank, FlagKind.PAYLOAD, needed & ~arrived, NUM_RANKS, starving
+                news, control, bases, heap, rank, FlagKind.PAYLOAD, bringing & ~arrived, NUM_RANKS, starving
             )
             more = uniform(more)
             # Everyone has read the word before the next wait writes it.
@@ -88,7 +95,7 @@ def direct(
                 num_chunks, num_chunked = publish_chunks(
                     lds, control, tiles, num_tiles, arrived, more == 0, num_published, num_chunks, num_chunked
                 )
-            going = ((more >= 0) & (arrived != needed)).select(fx.Int32(1), fx.Int32(0))
+            going = ((more >= 0) & (arrived != bringing)).select(fx.Int32(1), fx.Int32(0))
 
 
 @flyc.jit
