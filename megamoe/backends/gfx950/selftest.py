@@ -147,7 +147,7 @@ def transport_checks(log: Log, shape: MoeShape) -> None:
             log.check(f"{path} {row_format} transport", run)
 
 
-def epoch_checks(log: Log, shape: MoeShape, num_epochs: int) -> None:
+def epoch_checks(log: Log, shape: MoeShape, num_epochs: int, num_unchecked: int) -> None:
     def wraps() -> str:
         with Ranks(emulated(shape), seed=5) as ranks:
             ranks.bind_identity()
@@ -159,19 +159,22 @@ def epoch_checks(log: Log, shape: MoeShape, num_epochs: int) -> None:
             silent(ranks)
         return f"{len(WRAPS)} epochs a path round 2^31 and 2^32"
 
-    def many() -> str:
-        with Ranks(emulated(shape), seed=6) as ranks:
+    def many(num_epochs: int, checked: bool) -> str:
+        """Layers and paths in turn, half of the launches before the wrap."""
+        with Ranks(emulated(shape), checked=checked, seed=6) as ranks:
             layers = [ranks.bind(slot_idx, slot_idx) for slot_idx in range(2)]
-            for epoch in range(num_epochs):
-                path, slot_idx = PATHS[epoch // 2 % len(PATHS)], epoch % 2
-                batches = batches_of(shape, [epoch % 3 + 1] * 8, DISTRIBUTIONS[epoch % 6], seed=epoch)
+            for i in range(num_epochs):
+                path, slot_idx = PATHS[i // 2 % len(PATHS)], i % 2
+                batches = batches_of(shape, [i % 3 + 1] * 8, DISTRIBUTIONS[i % 6], seed=i)
+                epoch = 2**32 - num_epochs // 2 + i
                 outs, _ = ranks.run(path, batches, epoch=epoch, slot_idx=slot_idx)
                 right(outs, [quantized_moe(batch, layers[slot_idx], shape) for batch in batches])
             silent(ranks)
         return f"{num_epochs} launches, layers and paths in turn"
 
     log.check("epochs wrap", wraps)
-    log.check("one operator", many)
+    log.check("one operator", lambda: many(num_epochs, True))
+    log.check("one operator, detectors off", lambda: many(num_unchecked, False))
 
 
 def quantized(shape: MoeShape, batch: MoeBatch) -> MoeBatch:
@@ -221,6 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=8, help="orders of waves for each sampled case")
     parser.add_argument("--epochs", type=int, default=64, help="launches in a row on one operator")
+    parser.add_argument("--unchecked-epochs", type=int, default=1000, help="the same with the detectors off")
+    parser.add_argument(
+        "--path", choices=PATHS, default=None, help="of the forward checks, one path instead of all"
+    )
     parser.add_argument(
         "--only", choices=("forward", "schedules", "transport", "epochs", "tuned"), default=None
     )
@@ -230,11 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only in (None, "transport"):
         transport_checks(log, shape)
     if options.only in (None, "epochs"):
-        epoch_checks(log, shape, options.epochs)
+        epoch_checks(log, shape, options.epochs, options.unchecked_epochs)
     if options.only in (None, "schedules"):
         schedule_checks(log, shape, options.schedules)
     if options.only in (None, "forward"):
-        for path in PATHS:
+        for path in PATHS if options.path is None else (Path(options.path),):
             for row_format in FORMATS:
                 forward_checks(log, shape, path, row_format)
     if options.only in (None, "tuned"):

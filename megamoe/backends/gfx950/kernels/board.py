@@ -61,8 +61,8 @@ def direct(
             BLOCK_M, COUNTS_WORDS, META_WORDS, NUM_EXPERTS, NUM_RANKS, THREADS,
         )  # fmt: skip
         expect(lds, control, bases, rank, num_tiles, info, NUM_2, NUM_RANKS)
-        # Payload flags of sources without rows here are not looked at: this rank may be done before they come, and those
-        # ranks may then post the ones of a later launch.
+        # Payload flags of sources without rows here are not looked at: this rank may be done before they come, and then
+        # those ranks may post the ones of a later launch.
         bringing = fx.Int32(0)
         for src in range_constexpr(NUM_RANKS):
             some = fx.generic_load(lds.tiles_of.ptr + src) > 0
