@@ -165,7 +165,7 @@ def epoch_checks(log: Log, shape: MoeShape, num_epochs: int, num_unchecked: int)
             layers = [ranks.bind(slot_idx, slot_idx) for slot_idx in range(2)]
             for i in range(num_epochs):
                 path, slot_idx = PATHS[i // 2 % len(PATHS)], i % 2
-                batches = batches_of(shape, [i % 3 + 1] * 8, DISTRIBUTIONS[i % 6], seed=i)
+                batches = batches_of(shape, [i % 3 + 1] * 8, DISTRIBUTIONS[i // 6 % 6], seed=i)
                 epoch = 2**32 - num_epochs // 2 + i
                 outs, _ = ranks.run(path, batches, epoch=epoch, slot_idx=slot_idx)
                 right(outs, [quantized_moe(batch, layers[slot_idx], shape) for batch in batches])
