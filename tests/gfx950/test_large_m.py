@@ -222,3 +222,16 @@ def test_compact_waits_for_a_late_source() -> None:
         for backend in ranks.backends:
             at = layout.region("combine_rows0").offset
             assert not backend.launches.heap.read(torch.uint8, (64 * 6, layout.result_bytes), at).any()
+
+
+def test_more_rows_than_a_workgroup_lists_at_once() -> None:
+    """All waves of a workgroup list rows, in several rounds; experts of many tiles, some of one source alone."""
+    shape = shape_of(128, 64, num_ranks=2, num_experts=8, num_topk=2)
+    deployment = emulated(shape, max_tokens_per_rank=1024, large_m_capacity=1024)
+    with Ranks(deployment, seed=4, num_cus=8) as ranks:
+        ranks.bind()
+        batches = batches_of(shape, [600, 70], "zipf", no_expert_share=0.1, duplicate_share=0.1)
+        compact, _ = ranks.run(Path.COMPACT, batches, epoch=0)
+        large, _ = ranks.run(Path.LARGE_M, batches, epoch=1)
+        assert torch.equal(torch.cat(large), torch.cat(compact))
+        assert ranks.reports() == []
