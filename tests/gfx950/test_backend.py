@@ -116,6 +116,21 @@ def test_every_wave_lists_rows(path: Path) -> None:
         assert ranks.reports() == []
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_more_rows_than_a_workgroup_has_items(path: Path) -> None:
+    """Counts and lists then take several turns, each with its barriers."""
+    capacity = dict(
+        max_tokens_per_rank=512, fixed_slot_max=512, large_m_capacity=512, small_m_capacities=(512,)
+    )
+    with Ranks(emulated(shape_of(32, 32, num_experts=8, num_topk=2), **capacity), seed=12) as ranks:
+        ranks.bind_identity()
+        batches = batches_of(ranks.shape, [300, 0, 5, 0, 270, 0, 0, 1], "one_rank", exact=True)
+        outs, _ = ranks.run(path, batches)
+        for out, batch in zip(outs, batches, strict=True):
+            assert torch.equal(out, identity_moe(batch, ranks.shape))
+        assert ranks.reports() == []
+
+
 def test_paths_agree_bitwise_and_say_what_they_did() -> None:
     with Ranks(emulated(shape_of()), seed=4) as ranks:
         weights = ranks.bind()
@@ -224,6 +239,22 @@ def test_kernels_end_their_waits_by_themselves(path: Path) -> None:
         ranks.begin(path, batches, ranks=present)
         for rank in present:
             with pytest.raises(PeerTimeoutError, match="in its counts flag") as error:
+                ranks.backends[rank].finish()
+            assert 2 in error.value.missing_ranks
+            ranks.backends[rank].abandon(error.value)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_rank_that_gives_up_ends_the_waits_of_all(path: Path) -> None:
+    """The clock of rank 0 is soon over, those of others never: they give up because they are told who is missing."""
+    with Ranks(emulated(shape_of()), num_cus=8) as ranks:
+        ranks.bind_identity()
+        ranks.backends[0].device.tick_hz = 2.0
+        batches = batches_of(ranks.shape, [2] * 8, exact=True)
+        present = [rank for rank in range(8) if rank != 2]
+        ranks.begin(path, batches, ranks=present)
+        for rank in present:
+            with pytest.raises(PeerTimeoutError, match=r"expected epoch 0 in its \w+ flag") as error:
                 ranks.backends[rank].finish()
             assert 2 in error.value.missing_ranks
             ranks.backends[rank].abandon(error.value)
