@@ -59,10 +59,15 @@ class LaunchPlan:
 
 def plan_launch(shape: MoeShape, max_rows: int, num_compute_units: int) -> LaunchPlan:
     """The plan for an agreed maximum. All grids fit the device at once: kernels wait for each other's workgroups."""
+    mean = rows_bucket(max_rows) * shape.num_ranks * shape.num_topk / shape.num_experts
+    block_m = 128 if mean >= ROWS_FOR_TILE_128 else 64 if mean >= ROWS_FOR_TILE_64 else 32
+    return plan_tiles(shape, max_rows, num_compute_units, block_m)
+
+
+def plan_tiles(shape: MoeShape, max_rows: int, num_compute_units: int, block_m: int) -> LaunchPlan:
+    """The plan with tiles of block_m rows: what `plan_launch` chooses among."""
     rows = rows_bucket(max_rows)
     routed = rows * shape.num_ranks * shape.num_topk
-    mean = routed / shape.num_experts
-    block_m = 128 if mean >= ROWS_FOR_TILE_128 else 64 if mean >= ROWS_FOR_TILE_64 else 32
     # Every tile has a row, and an expert's tiles are full but for one.
     m_tiles = min(routed, shape.num_experts_per_rank + routed // block_m)
     parts = -(-shape.hidden // (16 * MX_BLOCK))
