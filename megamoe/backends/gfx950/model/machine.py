@@ -10,12 +10,12 @@ class Mi355x:
     """One device of a group of eight that are linked pairwise. Times in microseconds, rates in bytes a microsecond.
 
     AMD's MI355X data sheet: num_cus, num_xcds, clock_mhz (peak engine clock), 8 TB/s of HBM, seven links of 153.6 GB/s
-    for both directions together. CDNA 3 white paper, taken over: 17.2 TB/s of Infinity Cache, four SIMDs a compute unit
-    that issue one instruction of a wave every 4 cycles, 16 lanes wide, 128 bytes of LDS a cycle, 16 channels of 128 bytes
-    a cycle from a die's L2, so 64 bytes for each of its 32 compute units.
-    mfma_cycles: 16 x 16 x 128 with one FP8 operand runs at the FP8 rate: AMD at ISSCC 2026, 8192 operations a cycle
-    and compute unit, so 2 x 16 x 16 x 128 / (8192 / 4); LLVM's schedule for gfx950 has the same 8 passes of 4 cycles.
-    hbm_share, link_share: assumed; what copies reach of the peak on MI300X, where a link of 64 GB/s gives about 50.
+    for both directions together. mfma_cycles: 16 x 16 x 128 with an FP8 operand, by "Matrix Core Programming on AMD
+    CDNA3 and CDNA4" of ROCm Blogs; 8192 operations a cycle and compute unit, as AMD says of FP8.
+    CDNA 3 taken over (its white paper): 17.2 TB/s of Infinity Cache, four SIMDs a compute unit, 16 lanes wide, that issue
+    one instruction of a wave every 4 cycles, 128 bytes of LDS a cycle, 16 L2 channels of 128 bytes a cycle on each die,
+    so 64 bytes for each of 32 compute units.
+    hbm_share, link_share: assumed; copies over a link of MI300X are reported at 50 of its 64 GB/s.
     latency_us of a load from HBM under load, and launch_us, flag_us, meet_us, stage_us, barrier_cycles: assumed.
     launch_us: from the end of a graph's kernel to the first instruction of the next. flag_us: stores written back, flag
     posted, seen by a peer (2.8 us there and back were measured between two H200). meet_us: all workgroups of a device
