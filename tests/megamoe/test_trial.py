@@ -30,13 +30,7 @@ SETTINGS = dict(
 )
 
 
-GFX950 = dict(
-    backend="gfx950",
-    gfx950_emulated=True,
-    combine_row_format="fp8",
-    small_m_capacities=(),
-    large_m_capacity=16,
-)
+GFX950 = dict(backend="gfx950", gfx950_emulated=True, combine_row_format="fp8")
 
 
 def deployment(**settings: object) -> Deployment:
