@@ -13,8 +13,8 @@ class Mi355x:
     for both directions together. mfma_cycles: 16 x 16 x 128 with an FP8 operand, by "Matrix Core Programming on AMD
     CDNA3 and CDNA4" of ROCm Blogs; 8192 operations a cycle and compute unit, as AMD says of FP8.
     CDNA 3 taken over (its white paper): 17.2 TB/s of Infinity Cache, four SIMDs a compute unit, 16 lanes wide, that
-    issue one instruction of a wave every 4 cycles, 128 bytes of LDS a cycle, 16 L2 channels of 128 bytes a cycle on each
-    die, so 64 bytes for each of 32 compute units.
+    issue one instruction of a wave every 4 cycles, 128 bytes of LDS a cycle, 16 L2 channels of 128 bytes a cycle on
+    each die, so 64 bytes for each of 32 compute units.
     hbm_share, link_share: assumed; copies over a link of MI300X are reported at 50 of its 64 GB/s.
     latency_us of a load from HBM under load, and launch_us, flag_us, meet_us, stage_us, barrier_cycles: assumed.
     launch_us: from the end of a graph's kernel to the first instruction of the next. flag_us: stores written back, flag
