@@ -170,12 +170,13 @@ def test_rows_that_come_quantized() -> None:
         assert ranks.reports() == []
 
 
-def test_a_block_that_is_not_finite_spoils_its_token_only() -> None:
+@pytest.mark.parametrize("path", [Path.SMALL_M, Path.FIXED_SLOT])
+def test_a_block_that_is_not_finite_spoils_its_token_only(path: Path) -> None:
     with Ranks(emulated(shape_of())) as ranks:
         weights = ranks.bind()
         batches = batches_of(ranks.shape, [3] * 8)
         batches[2].hidden_states[1, 40] = float("inf")
-        outs, _ = ranks.run(Path.FIXED_SLOT, batches)
+        outs, _ = ranks.run(path, batches)
         want = [quantized_moe(batch, weights, ranks.shape) for batch in batches]
         assert outs[2][1].isnan().all()
         outs[2][1] = want[2][1] = 0
@@ -194,22 +195,23 @@ def test_shapes_that_fill_no_tile(hidden: int, intermediate: int) -> None:
         assert ranks.reports() == []
 
 
-def test_a_refused_call_is_an_error_on_all_ranks_and_the_next_works() -> None:
+@pytest.mark.parametrize("path", [Path.SMALL_M, Path.FIXED_SLOT])
+def test_a_refused_call_is_an_error_on_all_ranks_and_the_next_works(path: Path) -> None:
     with Ranks(emulated(shape_of())) as ranks:
         ranks.bind_identity()
         batches = batches_of(ranks.shape, [2] * 8, exact=True)
-        ranks.begin(Path.FIXED_SLOT, batches, refusing=[3])
+        ranks.begin(path, batches, refusing=[3])
         for backend in ranks.backends:
             with pytest.raises(PeerRefusedError, match=r"ranks \(3,\) refused") as error:
                 backend.finish()
             backend.abandon(error.value)
-        outs, _ = ranks.run(Path.FIXED_SLOT, batches, epoch=1)
+        outs, _ = ranks.run(path, batches, epoch=1)
         assert all(
             torch.equal(out, identity_moe(b, ranks.shape)) for out, b in zip(outs, batches, strict=True)
         )
 
 
-@pytest.mark.parametrize("path", [Path.LARGE_M, Path.COMPACT])
+@pytest.mark.parametrize("path", [Path.SMALL_M, Path.LARGE_M, Path.COMPACT])
 def test_a_rank_that_does_not_come_is_named_by_all(path: Path) -> None:
     with Ranks(emulated(shape_of())) as ranks:
         ranks.bind_identity()
@@ -275,13 +277,14 @@ def test_bindings_are_checked_on_the_device_and_swapped_whole() -> None:
         assert ranks.reports() == []
 
 
-def test_graphs_follow_their_binding() -> None:
+@pytest.mark.parametrize("path", [Path.SMALL_M, Path.FIXED_SLOT])
+def test_graphs_follow_their_binding(path: Path) -> None:
     with Ranks(emulated(shape_of(num_layers=1)), checked=False) as ranks:
         batches = batches_of(ranks.shape, [2] * 8)
         for epoch, layer_idx in enumerate((0, 0, 1, 1)):
             if epoch % 2 == 0:
                 weights = ranks.bind(0, layer_idx)
-            outs, _ = ranks.run(Path.FIXED_SLOT, batches, epoch=epoch)
+            outs, _ = ranks.run(path, batches, epoch=epoch)
             check(outs, [quantized_moe(batch, weights, ranks.shape) for batch in batches])
             assert all(len(backend._graphs) == 1 for backend in ranks.backends)
 
@@ -346,7 +349,7 @@ def test_through_the_runtime_with_a_thread_a_rank() -> None:
         check([outs[i, rank] for rank in range(4)], [quantized_moe(b, weights, shape) for b in batches[i]])
 
 
-@pytest.mark.parametrize("path", [Path.FIXED_SLOT, Path.LARGE_M])
+@pytest.mark.parametrize("path", [Path.SMALL_M, Path.FIXED_SLOT, Path.LARGE_M])
 def test_one_buffer_twice_in_a_row(path: Path) -> None:
     """After a skipped sequence: a fast rank must not overwrite flags that an idle one has yet to see."""
     with Ranks(emulated(shape_of()), seed=11) as ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 from megamoe import mx
 from megamoe.backends.gfx950 import backend, references
 from megamoe.backends.gfx950.device.emulated import EmulatedStream
-from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, shape_of
+from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, layer_weights, shape_of
 from megamoe.backends.gfx950.plan import LaunchPlan, inner_bytes, plan_launch
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
-from megamoe.errors import ConfigError, IneligibleError, PeerTimeoutError
+from megamoe.errors import BindingError, ConfigError, IneligibleError, PeerTimeoutError
 from megamoe.path import SubStep
 from megamoe.reference import QUANTIZED_REL_L2, identity_moe, quantized_moe, relative_l2, tolerance
 from megamoe.shape import MoeShape
+from megamoe.weights import shard
 
 UNEVEN = [1, 0, 7, 2, 5, 3, 0, 4]
 AUTO = dict(combine_row_format=RowFormat.AUTO, auto_fp8_min_rows=40, auto_fp8_min_rows_of_expert=12)
@@ -234,4 +236,56 @@ def test_paths_and_layers_in_turn_across_the_wrap() -> None:
             batches = batches_of(ranks.shape, rows, seed=i)
             outs, _ = ranks.run(path, batches, epoch=epoch, slot_idx=slot_idx)
             check(outs, [quantized_moe(batch, layers[slot_idx], ranks.shape) for batch in batches])
+        assert ranks.reports() == []
+
+
+def test_a_refused_binding_leaves_everything_as_it_was() -> None:
+    """Weights that fail their check, and a slot that is not there: views, graphs, memory and answers stay."""
+    with Ranks(emulated(shape_of()), seed=4) as ranks:
+        shape = ranks.shape
+        ranks.bind(0)
+        batches = batches_of(shape, UNEVEN, "zipf", seed=2)
+        first, _ = ranks.run(Path.SMALL_M, batches)
+        one = ranks.backends[3]
+        layer, graphs = one._layers[0], dict(one._graphs)
+        assert layer is not None
+        assert layer.w13 is not None
+        assert layer.w2 is not None
+        memory = (layer.w13.codes, layer.w13.scales, layer.w2.codes, layer.w2.scales)
+        before = [buffer.read(torch.uint8, (2048,)) for buffer in memory]
+        other = shard(layer_weights(shape, 1), shape, 3)
+
+        def refuse(rows: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+            rows(0, torch.ones(2, shape.hidden, dtype=torch.bfloat16))
+            raise BindingError("experts must answer as their weights say")
+
+        for slot_idx, sentence in ((0, "experts must answer"), (2, "slot_idx must be from 0 to 1, got 2")):
+            with pytest.raises(BindingError, match=sentence):
+                one.bind(slot_idx, other, refuse)
+        assert one._layers[0] is layer
+        assert one._layers[1] is None
+        assert one._graphs == graphs
+        after = [buffer.read(torch.uint8, (2048,)) for buffer in memory]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        again, _ = ranks.run(Path.SMALL_M, batches, epoch=1)
+        assert torch.equal(torch.cat(first), torch.cat(again))
+        assert ranks.reports() == []
+
+
+def test_a_refused_launch_leaves_the_next_one_alone() -> None:
+    """Every rank refuses alike before it launches; what was captured and bound serves the next sub-step."""
+    with Ranks(emulated(shape_of()), seed=4) as ranks:
+        ranks.bind_identity()
+        batches = batches_of(ranks.shape, UNEVEN, exact=True)
+        ranks.run(Path.SMALL_M, batches)
+        graphs = [dict(one._graphs) for one in ranks.backends]
+        too_many = batches_of(ranks.shape, [17] * 8, exact=True)
+        for rank, one in enumerate(ranks.backends):
+            with pytest.raises(IneligibleError, match="at most 16 rows") as error:
+                ranks.begin(Path.SMALL_M, too_many, epoch=1, ranks=[rank])
+            one.abandon(error.value)
+        assert [dict(one._graphs) for one in ranks.backends] == graphs
+        outs, _ = ranks.run(Path.SMALL_M, batches, epoch=2)
+        for out, batch in zip(outs, batches, strict=True):
+            assert torch.equal(out, identity_moe(batch, ranks.shape))
         assert ranks.reports() == []

@@ -22,7 +22,7 @@ from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, shape_
 from megamoe.bundle import Deployment, Path
 from megamoe.routing import DISTRIBUTIONS
 
-SIZES = {Path.FIXED_SLOT: (1, 8, 32), Path.COMPACT: (8, 64), Path.LARGE_M: (64,)}
+SIZES = {Path.SMALL_M: (1, 8, 16), Path.FIXED_SLOT: (1, 8, 32), Path.COMPACT: (8, 64), Path.LARGE_M: (64,)}
 
 
 def measure(hidden: int, intermediate: int, distribution: str) -> list[KernelWork]:
@@ -36,7 +36,7 @@ def count_work(
     """One record a path, size (rows a rank) and kernel, over all ranks."""
     shape = deployment.shape
     one = shape.hidden * shape.intermediate * 17 // 32
-    needed = {"dispatch_gemm1": 2 * one, "gemm2": one, "large_m": 3 * one}
+    needed = {"dispatch_gemm1": 2 * one, "gemm2": one, "small_m": 3 * one, "large_m": 3 * one}
     records: list[KernelWork] = []
     with Ranks(deployment, checked=False) as ranks:
         ranks.bind()

@@ -1,8 +1,9 @@
 """The full proof on emulated ranks: `python -m megamoe.backends.gfx950.selftest` prints a line a check.
 
-Every path x every distribution x every way to fill ranks x both row formats against the quantization-aware oracle; a
-sample of them under many schedules; transport bitwise; epochs over the wraps; layers and paths in turn on one operator;
-every tile at the tuned shape. All detectors are on, and a report of one is a failure. Exits with 1 if a check failed.
+Every path x every distribution x every way to fill ranks x its row formats against the quantization-aware oracle, the
+fused paths against the bits of compact too; a sample of them under many schedules; transport bitwise; epochs over the
+wraps; layers and paths in turn on one operator; every tile at the tuned shape. All detectors are on but for the longest
+run of launches, and a report of one is a failure. Exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from megamoe.reference import QUANTIZED_REL_L2, identity_moe, quantized_moe, rel
 from megamoe.routing import DISTRIBUTIONS
 from megamoe.shape import MoeShape
 
-PATHS = (Path.FIXED_SLOT, Path.LARGE_M, Path.COMPACT)
+PATHS = (Path.SMALL_M, Path.FIXED_SLOT, Path.LARGE_M, Path.COMPACT)
+FUSED = (Path.SMALL_M, Path.LARGE_M)
 FORMATS = (RowFormat.BF16, RowFormat.FP8)
-CAPACITY = {Path.FIXED_SLOT: 32, Path.LARGE_M: 64, Path.COMPACT: 64}
+CAPACITY = {Path.SMALL_M: 16, Path.FIXED_SLOT: 32, Path.LARGE_M: 64, Path.COMPACT: 64}
+HEAVY_ROWS, HEAVY_ROWS_OF_EXPERT = 40, 12
+"""Routed rows, and rows of one expert, from which an owner sends FP8 where small_m's format is auto."""
 FILLINGS: dict[str, tuple[tuple[int, ...], float]] = {
     "even": ((4,) * 8, 0.0),
     "uneven": ((1, 12, 3, 7, 2, 9, 4, 5), 0.0),
@@ -86,8 +90,24 @@ def fillings(path: Path) -> Iterator[tuple[str, list[int], float]]:
         yield name, [CAPACITY[path] if count < 0 else count for count in rows], share
 
 
+def expected_formats(
+    batches: Sequence[MoeBatch], shape: MoeShape, row_format: RowFormat
+) -> tuple[RowFormat, ...]:
+    """Of each owner rank, by the routing alone."""
+    if row_format is not RowFormat.AUTO:
+        return (row_format,) * shape.num_ranks
+    ids = torch.cat([batch.topk_ids.flatten() for batch in batches])
+    counts = torch.bincount(ids[ids >= 0].long(), minlength=shape.num_experts).view(shape.num_ranks, -1)
+    heavy = (counts.sum(1) >= HEAVY_ROWS) | (counts.amax(1) >= HEAVY_ROWS_OF_EXPERT)
+    return tuple(RowFormat.FP8 if one else RowFormat.BF16 for one in heavy.tolist())
+
+
 def forward_checks(log: Log, shape: MoeShape, path: Path, row_format: RowFormat) -> None:
-    with Ranks(emulated(shape, combine_row_format=row_format), seed=1) as ranks:
+    deployment = emulated(
+        shape, combine_row_format=row_format, auto_fp8_min_rows=HEAVY_ROWS,
+        auto_fp8_min_rows_of_expert=HEAVY_ROWS_OF_EXPERT,
+    )  # fmt: skip
+    with Ranks(deployment, seed=1) as ranks:
         weights = ranks.bind()
         epoch = 0
         for distribution in DISTRIBUTIONS:
@@ -96,13 +116,14 @@ def forward_checks(log: Log, shape: MoeShape, path: Path, row_format: RowFormat)
 
                 def run(batches: list[MoeBatch] = batches, epoch: int = epoch) -> str:
                     ranks.schedule(epoch + 1)
-                    outs, _ = ranks.run(path, batches, epoch=2 * epoch)
-                    if path is Path.LARGE_M:
+                    outs, reports = ranks.run(path, batches, epoch=2 * epoch)
+                    formats = expected_formats(batches, shape, row_format)
+                    if {report.row_format_per_rank for report in reports} != {formats}:
+                        raise AssertionError(f"every rank must report row formats {formats}")
+                    if path in FUSED and row_format is not RowFormat.AUTO:
                         same_bits(outs, ranks.run(Path.COMPACT, batches, epoch=2 * epoch + 1)[0])
                     silent(ranks)
-                    return right(
-                        outs, [quantized_moe(batch, weights, shape, row_format) for batch in batches]
-                    )
+                    return right(outs, [quantized_moe(batch, weights, shape, formats) for batch in batches])
 
                 log.check(f"{path} {row_format} {distribution}, {filling}", run)
                 epoch += 1
@@ -196,6 +217,8 @@ def tuned_shape_checks(log: Log) -> None:
         swiglu_limit=10.0,
     )
     for path, row_format, rows in (
+        (Path.SMALL_M, RowFormat.AUTO, (9, 4)),
+        (Path.SMALL_M, RowFormat.BF16, (64, 61)),
         (Path.FIXED_SLOT, RowFormat.BF16, (9, 4)),
         (Path.FIXED_SLOT, RowFormat.FP8, (32, 20)),
         (Path.COMPACT, RowFormat.BF16, (128, 40)),
@@ -206,15 +229,18 @@ def tuned_shape_checks(log: Log) -> None:
     ):
 
         def run(path: Path = path, row_format: RowFormat = row_format, rows: tuple[int, ...] = rows) -> str:
-            settings = dict(max_tokens_per_rank=256, large_m_capacity=256, combine_row_format=row_format)
+            settings = dict(
+                max_tokens_per_rank=256, large_m_capacity=256, small_m_capacities=(64,), combine_row_format=row_format
+            )  # fmt: skip
             with Ranks(emulated(shape, **settings), seed=1, num_cus=64) as ranks:
                 weights = ranks.bind()
                 batches = batches_of(shape, rows, seed=2)
                 if row_format is RowFormat.FP8:
                     batches = [quantized(shape, batch) for batch in batches]
-                outs, _ = ranks.run(path, batches, timeout_s=1000)
+                outs, reports = ranks.run(path, batches, timeout_s=1000)
                 silent(ranks)
-                return right(outs, [quantized_moe(batch, weights, shape, row_format) for batch in batches])
+                formats = reports[0].row_format_per_rank
+                return right(outs, [quantized_moe(batch, weights, shape, formats) for batch in batches])
 
         log.check(f"7168 x 3072 {path} {row_format} {rows} rows", run)
 
@@ -242,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         schedule_checks(log, shape, options.schedules)
     if options.only in (None, "forward"):
         for path in PATHS if options.path is None else (Path(options.path),):
-            for row_format in FORMATS:
+            for row_format in (*FORMATS, RowFormat.AUTO) if path is Path.SMALL_M else FORMATS:
                 forward_checks(log, shape, path, row_format)
     if options.only in (None, "tuned"):
         tuned_shape_checks(log)
