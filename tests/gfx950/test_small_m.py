@@ -11,6 +11,7 @@ import torch
 
 from megamoe import mx
 from megamoe.backends.gfx950 import backend, references
+from megamoe.backends.gfx950.backend import Gfx950Backend
 from megamoe.backends.gfx950.device.emulated import EmulatedStream
 from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, layer_weights, shape_of
 from megamoe.backends.gfx950.plan import LaunchPlan, inner_bytes, plan_launch
@@ -227,6 +228,13 @@ def test_waits_end_by_themselves_and_the_next_launch_works() -> None:
         assert ranks.reports() == []
 
 
+def launched(one: Gfx950Backend) -> list[str]:
+    """Names of the kernels that a rank has run since it was last asked."""
+    stream = one.device.stream
+    assert isinstance(stream, EmulatedStream)
+    return [handle.kernel.name.rsplit("_kernel")[0] for handle in stream.take_handles()]
+
+
 def test_paths_and_layers_in_turn_across_the_wrap() -> None:
     with Ranks(emulated(shape_of()), seed=2) as ranks:
         layers = [ranks.bind(slot_idx, slot_idx) for slot_idx in range(2)]
@@ -235,6 +243,8 @@ def test_paths_and_layers_in_turn_across_the_wrap() -> None:
             rows = [[3, 0, 1, 0, 2, 5, 0, 1], [0, 2, 0, 0, 0, 0, 1, 0]][i % 2]
             batches = batches_of(ranks.shape, rows, seed=i)
             outs, _ = ranks.run(path, batches, epoch=epoch, slot_idx=slot_idx)
+            for one in ranks.backends:
+                assert launched(one) == list(one.stages(path))
             check(outs, [quantized_moe(batch, layers[slot_idx], ranks.shape) for batch in batches])
         assert ranks.reports() == []
 

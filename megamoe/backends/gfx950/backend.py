@@ -169,7 +169,7 @@ class Gfx950Backend:
         self.launches.begin(launch, batch, int(left_s * self.device.tick_hz))
         self._call = _Call(launch, layer, batch, out, plan, codes)
         if self._use_graphs and path in _CAPTURED:
-            key = (launch.slot_idx, layer.version, plan, quantized)
+            key = (launch.slot_idx, layer.version, path, plan, quantized)
             self._call.graph_key = key
             if key not in self._graphs:
                 self._graphs[key] = self._capture(self._call)
