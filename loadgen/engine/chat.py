@@ -53,8 +53,8 @@ class ChatRequest(BaseModel):
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
-    n: Literal[1] = 1
-    stream: bool = False
+    n: Literal[1] | None = 1
+    stream: bool | None = False
     stream_options: _StreamOptions | None = None
 
     @classmethod
@@ -63,7 +63,9 @@ class ChatRequest(BaseModel):
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = max(
+                error.errors(), key=lambda one: len(one["loc"])
+            )  # of what may be one of two, the closer one
             field = ".".join(str(part) for part in first["loc"]) or "body"
             raise InvalidArgumentError(f"{field}: {first['msg']}") from None
 

@@ -118,6 +118,10 @@ class Engine:
         self._work.set()
         return generation
 
+    def check_fits(self, num_input: int, num_output: int) -> None:
+        """Raises InvalidArgumentError where `generate` would."""
+        self._tier.check_fits(num_input + num_output)
+
     def abort(self, generation: Generation) -> None:
         """Its caller has gone: it leaves the tier after the step in flight. Nothing happens when it is over."""
         if generation.request.uid in self._generations:

@@ -13,6 +13,7 @@ import uuid
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from loadgen.engine.chat import Answer, ChatRequest, error_body
 from loadgen.engine.core import Engine, Generation
@@ -32,7 +33,7 @@ class ChatServer:
         self._engine = engine
         self._model_name = model_name
         self._created = int(time.time())
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES)
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
         self.app.add_routes(
             [
                 web.get("/health", self._health),
@@ -52,7 +53,8 @@ class ChatServer:
         try:
             chat = ChatRequest.parse(await request.read())
             if chat.model != self._model_name:
-                raise InvalidArgumentError(f"model must be {self._model_name!r}, got {chat.model!r}")
+                raise InvalidArgumentError(f"model must be {self._model_name!r}, got {chat.model[:100]!r}")
+            self._engine.check_fits(chat.num_input, chat.num_output)  # before a long prompt costs anything
             uid = uuid.uuid4().hex
             generation = self._engine.generate(
                 uid=uid,
@@ -101,6 +103,21 @@ class ChatServer:
         except ConnectionResetError:
             log.info("the caller of %s has gone", generation.request.uid)
         return response
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What aiohttp refuses (paths, methods, sizes, encodings) in the API's form too."""
+    try:
+        return await handler(request)
+    except web.RequestPayloadError as error:
+        refused = InvalidArgumentError(f"body cannot be read: {error}")
+        return web.json_response(error_body(refused, "invalid_request_error"), status=400)
+    except web.HTTPException as error:
+        refused = InvalidArgumentError(f"{request.method} {request.path[:100]}: {error.text or error.reason}")
+        body = error_body(refused, "invalid_request_error")
+        allow = {name: value for name, value in error.headers.items() if name == "Allow"}
+        return web.json_response(body, status=error.status, headers=allow)
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

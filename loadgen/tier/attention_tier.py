@@ -88,20 +88,21 @@ class AttentionTier:
 
         Raises InvalidArgumentError when prompt and output exceed the context limit or a rank's KV memory.
         """
-        config, num_tokens = self.config, request.num_input + request.num_output
-        for name, limit in (
-            ("context_limit", config.context_limit),
-            ("kv_capacity_tokens", config.kv_capacity_tokens),
-        ):
+        self.check_fits(request.num_input + request.num_output)
+        states = [rank.state(request) for rank in self._ranks]
+        request.rank = self._router.choose(request.cache_uid, request.agent_uid, states)
+        request.accept = self.config.speculation.schedule(request.uid, self.config.seed).next
+        self._ranks[request.rank].waiting.append(request)
+        return request.rank
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raises InvalidArgumentError when a request of so many tokens, prompt and output, can never be run."""
+        for name in ("context_limit", "kv_capacity_tokens"):
+            limit = getattr(self.config, name)
             if limit and num_tokens > limit:
                 raise InvalidArgumentError(
                     must_be("prompt and output", f"at most {name} = {limit} tokens", num_tokens)
                 )
-        states = [rank.state(request) for rank in self._ranks]
-        request.rank = self._router.choose(request.cache_uid, request.agent_uid, states)
-        request.accept = config.speculation.schedule(request.uid, config.seed).next
-        self._ranks[request.rank].waiting.append(request)
-        return request.rank
 
     def next_step(self) -> TierStep | None:
         """What each rank does next; None when no rank has anything to do. finish_step or fail_step must follow."""

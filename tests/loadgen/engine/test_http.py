@@ -105,7 +105,12 @@ async def test_a_prefix_that_came_before_is_cached(served: Served) -> None:
         ({"messages": []}, "messages: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"n": 2}, "n: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.list[_Part].0.type: Input should be 'text'",
+        ),
+        ({"max_tokens": 10**30}, "prompt and output must be at most context_limit"),
+        ({"messages": [{"role": "user", "content": "x" * (2 << 20)}]}, "prompt and output must be at most"),
         ({"max_tokens": 1 << 21}, "prompt and output must be at most context_limit"),
     ],
 )
@@ -120,10 +125,36 @@ async def test_a_bad_request_is_refused_by_field(
     assert served.tier.steps == []
 
 
-async def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
-    reply = await served.client.post("/v1/chat/completions", data=b"{")
+@pytest.mark.parametrize("body", [b"{", b"", b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}', b"[]"])
+async def test_a_body_that_is_no_request_is_refused(served: Served, body: bytes) -> None:
+    reply = await served.client.post("/v1/chat/completions", data=body)
     assert reply.status == 400
     assert (await reply.json())["error"]["code"] == "invalid_argument"
+
+
+async def test_what_the_http_server_refuses_is_said_in_the_same_form(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, path = served.client, "/v1/chat/completions"
+    monkeypatch.setattr(client.app, "_client_max_size", 1000)
+    replies = {
+        404: await client.post("/v1/completions", json={}),
+        405: await client.get(path),
+        413: await client.post(path, data=b"x" * 1001),
+        400: await client.post(path, data=b"no gzip", headers={"Content-Encoding": "gzip"}),
+    }
+    for status, reply in replies.items():
+        assert reply.status == status
+        error = (await reply.json())["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_argument")
+    assert replies[405].headers["Allow"] == "POST"
+
+
+async def test_null_is_the_default_of_what_may_be_left_out(served: Served) -> None:
+    reply = await served.chat(
+        n=None, stream=None, max_tokens=None, max_completion_tokens=3, stream_options=None
+    )
+    assert (await reply.json())["usage"]["completion_tokens"] == 3
 
 
 async def test_a_caller_that_hangs_up_leaves_the_engine() -> None:
