@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -43,13 +44,26 @@ def synth(
         traces = (corpus[idx] for idx in range(len(corpus)))
         if max_context is not None:
             traces = (kept for trace in traces if (kept := limit_context(trace, max_context)) is not None)
-        count = write(out, traces)
-        if not count:
-            (out.rmdir if split else out.unlink)()
-            raise ConfigError(must_be("max_context", "so that some request fits", max_context))
+        part = out.with_name(
+            f"{out.name}.part"
+        )  # half a corpus is a valid file of fewer sessions: no one shall find it
+        _remove(part)  # of a process that was killed
+        try:
+            count = write(part, traces)
+            if not count:
+                raise ConfigError(must_be("max_context", "so that some request fits", max_context))
+            part.replace(out)
+        finally:
+            _remove(part)
         files = sorted(out.iterdir()) if split else [out]
         megabytes = sum(file.stat().st_size for file in files) / 1e6
         console.print(f"{count} sessions, {megabytes:,.0f} MB: {out}", soft_wrap=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def stats(

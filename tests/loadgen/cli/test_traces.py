@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.cli.main import app
+from loadgen.corpus.synth import SyntheticTraces
 from loadgen.trace.file import FileTraces
+from loadgen.trace.trace import Trace
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -81,3 +83,20 @@ def test_what_cannot_be_is_refused(arguments: list[str], sentence: str, tmp_path
     assert status == 2
     assert sentence in " ".join(text.split())
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("split", [(), ("--split",)])
+def test_a_corpus_that_was_not_finished_is_not_there(
+    split: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SyntheticTraces.__getitem__
+
+    def interrupted(traces: SyntheticTraces, trace_idx: int) -> Trace:
+        if trace_idx == 2:
+            raise KeyboardInterrupt
+        return made(traces, trace_idx)
+
+    monkeypatch.setattr(SyntheticTraces, "__getitem__", interrupted)
+    status, _ = invoke("synth", str(tmp_path / "out"), "--sessions", "3", *split)
+    assert status == 130
+    assert list(tmp_path.iterdir()) == []
