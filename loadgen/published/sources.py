@@ -107,3 +107,10 @@ HOUR_PROFILE = {
     "theoretical_cache_hit_rate": 0.975,
 }
 """Requests of one profiled hour of AgentX, in tokens."""
+
+DECODE_ROWS = {(128, "p50"): 84.0, (128, "p90"): 119.0, (256, "p50"): 147.0}
+"""(concurrency, point) -> rows of one rank in a decode step, of an older run of the workload on a slower deployment.
+
+It does not go with the figures above: at their throughput and interactivity, and with outputs as in HOUR_PROFILE, fewer
+requests decode at a time (Little's law: requests = output tokens/s x seconds a token).
+"""

@@ -23,9 +23,9 @@ from loadgen.published.calibrate import (
     moe_step_ms,
     report_of,
 )
-from loadgen.published.runs import decode_simulation, figure, gain, hour_checks, markdown, same
+from loadgen.published.runs import decode_simulation, figure, gain, hour_checks, markdown, same, shown
 from loadgen.published.simulate import Simulation
-from loadgen.published.sources import AGENTX_RUNS, DECODE_RUNS, HOUR_PROFILE
+from loadgen.published.sources import AGENTX_RUNS, DECODE_ROWS, DECODE_RUNS, HOUR_PROFILE
 from loadgen.tier.attention_time import AttentionTime
 from megamoe import Path as MoePath
 from megamoe.errors import ConfigError
@@ -108,6 +108,8 @@ def test_checks_judge_size_and_sign() -> None:
     assert not same("x", (100, 98.9)).good
     table = markdown([figure("close", 101.0, 100.0), figure("far", 2.0, 100.0)])
     assert [line.count("**no**") for line in table.splitlines()[2:]] == [0, 1]
+    assert shown("x", 50.0, 100.0).good
+    assert "| -50.0 % | not held |" in markdown([shown("x", 50.0, 100.0)])
 
 
 def test_an_hour_is_held_against_every_published_figure() -> None:
@@ -138,7 +140,7 @@ def test_the_documented_table_has_every_check_and_all_are_good() -> None:
     text = (Path(__file__).parents[3] / "docs" / "agentx.md").read_text()
     table = text.split(BEGIN)[1].split(END)[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == len(DECODE_RUNS) + 3 * len(AGENTX_RUNS) + len(HOUR_PROFILE)
+    assert len(rows) == len(DECODE_RUNS) + 3 * len(AGENTX_RUNS) + len(HOUR_PROFILE) + len(DECODE_ROWS)
     for name in ("request", "row", "prefill_row"):
         assert f"`{name}`" in text
 
