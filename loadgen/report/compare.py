@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loadgen.report.run import Run, read_run
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, must_be
 
 REPLICATE_NOISE = {"throughput": 0.057, "latency": 0.07}
 """Scatter between runs of the same configuration, as published for AgentX: throughput, and P90 ITL."""
@@ -90,7 +90,7 @@ def read_side(path: Path) -> list[Run]:
 
 
 def compare_runs(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
-    """What changed from a to b."""
+    """What changed from a to b. Raises ConfigError when there is no figure that both have."""
     a, b = sorted(a, key=_seed), sorted(b, key=_seed)
     seeds = [_seed(run) for run in a]
     paired = len(set(seeds)) == len(seeds) and seeds == [_seed(run) for run in b]
@@ -100,6 +100,9 @@ def compare_runs(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
         if values_a and values_b:
             matched = paired and len(values_a) == len(values_b) == len(a)
             changes.append(_change(label, factor, kind, values_a, values_b, matched))
+    if not changes:
+        completed = [sum(run.report["requests"]["completed"] for run in side) for side in (a, b)]
+        raise ConfigError(must_be("completed requests of A and of B", "above 0 on both", completed))
     return Comparison(len(a), len(b), paired, tuple(changes), tuple(_differences(a, b)))
 
 

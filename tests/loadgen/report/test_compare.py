@@ -195,3 +195,18 @@ def test_a_page_that_cannot_be_written_is_refused(base: Path, tmp_path: Path) ->
     result = CliRunner().invoke(cli.app, ["page", str(base), "--out", str(out)])
     assert result.exit_code == 2
     assert "loadgen: " in result.output
+
+
+def test_a_side_on_which_nothing_was_completed_is_refused(base: Path, tmp_path: Path) -> None:
+    report = json.loads(base.read_text())
+    none = dict.fromkeys(report["itl"], None) | {"unit": "ms", "count": 0}
+    report |= dict.fromkeys(
+        ("ttft", "e2el", "itl", "tpot", "step_interval", "intvty", "e2e_norm_intvty"), none
+    )
+    report |= dict.fromkeys(("total_tput_tps", "output_tput_tps", "input_tput_tps", "p90_intvty", "span_s"))
+    report["requests"]["completed"] = 0
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    with pytest.raises(
+        ConfigError, match=r"completed requests of A and of B must be above 0 .*, got \[\d+, 0\]"
+    ):
+        compare_runs(read_side(base), read_side(tmp_path))
