@@ -12,11 +12,12 @@ class Mi355x:
     AMD's MI355X data sheet: num_cus, num_xcds, clock_mhz (peak engine clock), 8 TB/s of HBM, seven links of 153.6 GB/s
     for both directions together. mfma_cycles: 16 x 16 x 128 with an FP8 operand, by "Matrix Core Programming on AMD
     CDNA3 and CDNA4" of ROCm Blogs; 8192 operations a cycle and compute unit, as AMD says of FP8.
-    CDNA 3 taken over (its white paper): 17.2 TB/s of Infinity Cache, four SIMDs a compute unit, 16 lanes wide, that
-    issue one instruction of a wave every 4 cycles, 128 bytes of LDS a cycle, 16 L2 channels of 128 bytes a cycle on
-    each die, so 64 bytes for each of 32 compute units.
+    CDNA 3 taken over (its white paper): 17.2 TB/s of Infinity Cache; four SIMDs a compute unit, 16 lanes wide, and on
+    each an instruction of a wave every 4 cycles; 128 bytes of LDS a cycle; 16 L2 channels of 128 bytes a cycle on each
+    die, which makes 64 bytes for each of 32 compute units.
     hbm_share, link_share: assumed; copies over a link of MI300X are reported at 50 of its 64 GB/s.
-    latency_us of a load from HBM under load, and launch_us, flag_us, meet_us, stage_us, barrier_cycles: assumed.
+    All others in microseconds, and barrier_cycles: assumed. latency_us: a load from HBM under load. store_us: a store to
+    a peer until it counts as done.
     launch_us: from the end of a graph's kernel to the first instruction of the next. flag_us: stores written back, flag
     posted, seen by a peer (2.8 us there and back were measured between two H200). meet_us: all workgroups of a device
     arrive and go on, a write-back to memory in it. stage_us: a few loads that need each other, at the start of a stage.
@@ -37,6 +38,7 @@ class Mi355x:
     link_peak: float = 76.8e3
     link_share: float = 0.8
     latency_us: float = 0.8
+    store_us: float = 1.0
     launch_us: float = 4.0
     flag_us: float = 3.0
     meet_us: float = 3.0
@@ -52,3 +54,8 @@ class Mi355x:
     def link(self) -> float:
         """Bytes a microsecond to one peer, all peers at once."""
         return self.link_peak * self.link_share
+
+    @property
+    def copy_us(self) -> float:
+        """One load and one store to a peer of a wave that waits for both."""
+        return self.latency_us + self.store_us

@@ -16,7 +16,8 @@ from megamoe.bundle import Path
 RING = {32: (4, 2), 64: (2, 2), 128: (2, 2)}
 """K blocks of weights on their way to a wave, in GEMM1 and GEMM2, by rows of a tile."""
 COPY_BYTES = 1024
-"""A wave copies a row by so many bytes at a time, and waits for each load before its store."""
+"""A wave copies a row by so many bytes at a time: it waits for each load, and for the store before it, which is counted
+with the loads. Only small_m stores rows from registers."""
 
 
 @dataclass(frozen=True)
@@ -160,28 +161,37 @@ def _distinct_loads(
 
 def predict(
     path: Path, work: Work, *, machine: Mi355x | None = None, plan: LaunchPlan | None = None, fp8: bool = False,
-    in_turn: bool = True,
+    in_turn: bool = True, copy_bytes: int = COPY_BYTES,
 ) -> Prediction:  # fmt: skip
     """A sub-step of `path`, all ranks with the same number of tokens; the slowest rank counts.
 
     plan: tiles and grids, by default the product's. fp8: form of result rows. in_turn: large_m sends to one peer after
-    the other, as it does.
+    the other, as it does. copy_bytes: what a wave that copies a row has on its way.
     """
     machine = machine or Mi355x()
     plan = plan or plan_launch(work.shape, work.num_tokens, machine.num_cus)
     steps = CHAIN[path]
+    copies = 1 if path is Path.SMALL_M else -(-work.row_bytes // copy_bytes)
     latency = (
         steps.launches * machine.launch_us + steps.flags * machine.flag_us + steps.meets * machine.meet_us
-        + steps.stages * machine.stage_us + -(-work.row_bytes // COPY_BYTES) * machine.latency_us
+        + steps.stages * machine.stage_us + copies * machine.copy_us
     )  # fmt: skip
     ranks = [
-        _stages_of_rank(machine, path, work, rank, plan, fp8, in_turn) for rank in range(work.shape.num_ranks)
+        _stages_of_rank(machine, path, work, rank, plan, fp8, in_turn, copy_bytes)
+        for rank in range(work.shape.num_ranks)
     ]
     return Prediction(latency, max(ranks, key=lambda stages: sum(stage.us for stage in stages)))
 
 
 def _stages_of_rank(
-    machine: Mi355x, path: Path, work: Work, rank: int, plan: LaunchPlan, fp8: bool, in_turn: bool
+    machine: Mi355x,
+    path: Path,
+    work: Work,
+    rank: int,
+    plan: LaunchPlan,
+    fp8: bool,
+    in_turn: bool,
+    copy_bytes: int,
 ) -> tuple[Stage, ...]:
     shape = work.shape
     row, result, tokens = work.row_bytes, work.result_bytes(fp8), work.num_tokens
@@ -198,19 +208,22 @@ def _stages_of_rank(
     gemm1 = gemm(machine, "gemm1", work, rank, plan.block_m, groups_1, by_die=by_die)
     gemm2 = gemm(machine, "gemm2", work, rank, plan.block_m, groups_2, by_die=by_die)
     gemm2 = replace(gemm2, link=returned, hbm=gemm2.hbm + work.routed(rank) * result / machine.hbm)
+
+    def copying(num_groups: int) -> float:
+        """Time to send all rows by what waves have on their way."""
+        in_flight = num_groups * plan.gemm_threads // 64 * min(copy_bytes, row)
+        return sum(work.sent[rank]) * row / in_flight * machine.copy_us
+
     if path is not Path.LARGE_M:
         # Each expert's workgroup looks at what stands beside all rows.
         beside = arrived if path is Path.COMPACT else tokens * shape.num_ranks
         words = 4 * -(-(1 + 2 * shape.num_topk) // 4) * 4
         listing = beside * words / machine.load_bytes_per_cycle / machine.clock_mhz
-        dispatch = Stage("dispatch", hbm=copies, link=payload)
+        link = payload if by_die else max(payload, copying(groups_1))
+        dispatch = Stage("dispatch", hbm=copies, link=link)
         return quantize, dispatch, Stage("list", compute=listing), gemm1, gemm2, combine
-    senders, waves = plan.large_m_senders, plan.gemm_threads // 64
-    sending = max(
-        sum(over_links) / machine.link if in_turn else payload,
-        sum(work.sent[rank]) * row / (senders * waves * COPY_BYTES / machine.latency_us),
-    )
-    share = senders / plan.large_m_groups
+    sending = max(sum(over_links) / machine.link if in_turn else payload, copying(plan.large_m_senders))
+    share = plan.large_m_senders / plan.large_m_groups
     return quantize, overlapped(gemm1, gemm2, share, sending, payload, copies, shape.num_ranks), combine
 
 
