@@ -39,7 +39,7 @@ def test_a_document_without_markers_is_refused() -> None:
         refreshed("no markers")
 
 
-@pytest.mark.parametrize(("kernel", "block_m"), [("gemm1", 32), ("gemm2", 128)])
+@pytest.mark.parametrize(("kernel", "block_m"), sorted(unit_counts()))
 def test_the_record_is_what_the_emulator_counts(kernel: str, block_m: int) -> None:
     """A change of a GEMM kernel needs `--count`, and then `--write`."""
     assert measure(kernel, block_m) == unit_counts()[kernel, block_m]

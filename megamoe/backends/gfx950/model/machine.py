@@ -16,8 +16,8 @@ class Mi355x:
     each an instruction of a wave every 4 cycles; 128 bytes of LDS a cycle; 16 L2 channels of 128 bytes a cycle on each
     die, which makes 64 bytes for each of 32 compute units.
     hbm_share, link_share: assumed; copies over a link of MI300X are reported at 50 of its 64 GB/s.
-    All others in microseconds, and barrier_cycles: assumed. latency_us: a load from HBM under load. store_us: a store to
-    a peer until it counts as done.
+    All others in microseconds, and barrier_cycles: assumed. latency_us: a load from HBM under load. store_us: a store
+    to a peer until it counts as done.
     launch_us: from the end of a graph's kernel to the first instruction of the next. flag_us: stores written back, flag
     posted, seen by a peer (2.8 us there and back were measured between two H200). meet_us: all workgroups of a device
     arrive and go on, a write-back to memory in it. stage_us: a few loads that need each other, at the start of a stage.

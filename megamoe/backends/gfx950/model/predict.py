@@ -210,9 +210,9 @@ def _stages_of_rank(
     gemm2 = replace(gemm2, link=returned, hbm=gemm2.hbm + work.routed(rank) * result / machine.hbm)
 
     def copying(num_groups: int) -> float:
-        """Time to send all rows by what waves have on their way."""
-        in_flight = num_groups * plan.gemm_threads // 64 * min(copy_bytes, row)
-        return sum(work.sent[rank]) * row / in_flight * machine.copy_us
+        """Time of the rows that waves copy after their first, which is part of the latency."""
+        rows_of_wave = sum(work.sent[rank]) / (num_groups * plan.gemm_threads // 64)
+        return max(rows_of_wave - 1, 0) * -(-row // copy_bytes) * machine.copy_us
 
     if path is not Path.LARGE_M:
         # Each expert's workgroup looks at what stands beside all rows.
