@@ -27,7 +27,8 @@ from loadgen.engine.tokens import write_tokenizer
 from loadgen.moe.live import LiveTier
 from loadgen.moe.routing_model import ROUTINGS
 from loadgen.page.page import write_page
-from loadgen.report.report import build_report, write_report
+from loadgen.report.files import write_report
+from loadgen.report.report import build_report
 from loadgen.report.run import ENGINE, read_run
 from loadgen.scenario.profiles import run_profile
 from loadgen.scenario.scenario import ScenarioConfig

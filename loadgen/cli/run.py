@@ -18,7 +18,8 @@ from loadgen.moe.source import open_moe
 from loadgen.moe.table import TableTier
 from loadgen.page.page import write_page
 from loadgen.replay.replay import Replay
-from loadgen.report.report import build_report, write_report
+from loadgen.report.files import write_report
+from loadgen.report.report import build_report
 from loadgen.report.run import read_run
 from loadgen.scenario.scenario import FIXED
 from loadgen.steps.service_count import ServiceCount

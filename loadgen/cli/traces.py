@@ -14,8 +14,9 @@ from rich.table import Table
 from loadgen.cli.exit_status import refusals
 from loadgen.corpus.statistics import TARGETS, Corpus
 from loadgen.corpus.synth import SyntheticTraces
-from loadgen.trace.file import read_traces, write_trace_folder, write_traces
+from loadgen.trace.file import read_traces
 from loadgen.trace.trace import limit_context
+from loadgen.trace.writing import write_trace_folder, write_traces
 from megamoe.errors import ConfigError, InvalidArgumentError, must_be
 
 NUM_SESSIONS = 393

@@ -12,7 +12,8 @@ from typing import Any
 from loadgen.clock import VirtualClock
 from loadgen.corpus.synth import SyntheticTraces
 from loadgen.replay.replay import Replay
-from loadgen.report.report import build_report, write_report
+from loadgen.report.files import write_report
+from loadgen.report.report import build_report
 from loadgen.scenario.profiles import PROFILES
 from tests.loadgen.fake_tier import FakeTier
 

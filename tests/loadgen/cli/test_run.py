@@ -19,7 +19,7 @@ import loadgen.steps.service_count as service_count
 from loadgen.corpus.synth import SyntheticTraces
 from loadgen.moe.live import LiveTier
 from loadgen.moe.scrape import Counters
-from loadgen.trace.file import write_traces
+from loadgen.trace.writing import write_traces
 from megamoe.errors import MegaMoeError, PeerTimeoutError, UnavailableError
 from tests.loadgen.fake_tier import FakeTier, demo_info
 

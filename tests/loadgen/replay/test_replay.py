@@ -13,7 +13,8 @@ import pytest
 from loadgen.clock import VirtualClock
 from loadgen.corpus.synth import SyntheticTraces
 from loadgen.replay.replay import Replay
-from loadgen.report.report import build_report, slice_rows, write_report
+from loadgen.report.files import slice_rows, write_report
+from loadgen.report.report import build_report
 from loadgen.scenario.profiles import PROFILES
 from loadgen.scenario.scenario import ScenarioConfig
 from loadgen.steps.records import RunPhase, RunRecord, Status

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import loadgen.trace.file as trace_file
 from loadgen.corpus.synth import SyntheticTraces
 from loadgen.replay.session import LiveSession
-from loadgen.trace.file import FileTraces, parse_trace, read_traces, write_trace_folder, write_traces
+from loadgen.trace.file import FileTraces, parse_trace, read_traces
 from loadgen.trace.schema import trace_to_record, with_hash_lists
 from loadgen.trace.trace import Trace, streams_of
+from loadgen.trace.writing import write_trace_folder, write_traces
 from megamoe.errors import InvalidArgumentError
 from tests.loadgen.build import request, subagent, trace
 
