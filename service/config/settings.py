@@ -46,7 +46,14 @@ class ServiceConfig(BaseModel):
         0, le=2**31 - 1, description="most rows a rank in one step; 0 = 4 x max_tokens_per_rank"
     )
     combine_row_format: RowFormat = Field(RowFormat.BF16, description="bf16, fp8 or auto")
+    auto_fp8_min_rows: int = Field(
+        2048, ge=1, description="routed rows received from which a rank is heavy: small_m's auto sends FP8"
+    )
+    auto_fp8_min_rows_of_expert: int = Field(512, ge=1, description="the same, rows of its largest expert")
     batch_invariant: bool = Field(False, description="a row's bits do not depend on its batch mates")
+    num_compute_units: int = Field(
+        256, ge=1, description="compute units of a gfx950 device; other than 256: compact alone"
+    )
     device: Literal["real", "emulated"] = Field(
         "real", description="what backend gfx950 runs on: real, or emulated on a CPU"
     )
@@ -146,7 +153,10 @@ class ServiceConfig(BaseModel):
             large_m_min_tokens=self.large_m_min_tokens,
             max_step_rows=self.max_step_rows,
             combine_row_format=self.combine_row_format,
+            auto_fp8_min_rows=self.auto_fp8_min_rows,
+            auto_fp8_min_rows_of_expert=self.auto_fp8_min_rows_of_expert,
             batch_invariant=self.batch_invariant,
+            num_compute_units=self.num_compute_units,
             gfx950_emulated=self.device == "emulated",
             gfx950_kernels=str(Path(self.gfx950_kernels).absolute()) if self.gfx950_kernels else "",
         )

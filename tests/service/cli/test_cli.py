@@ -60,6 +60,10 @@ def test_plan_says_why_a_path_is_not_built_and_what_does_not_fit() -> None:
     status, text = run("plan", "--backend", "gfx950", "--profile", "demo")
     assert "on gfx950 hidden must be 7168, got 256" in " ".join(text.split())
     assert status == 0
+    status, text = run(
+        "plan", "--backend", "gfx950", "--profile", "deepseek-v4-pro-ep8", "--num-compute-units", "128"
+    )
+    assert "on gfx950 num_compute_units must be 256, got 128" in " ".join(text.split())
     status, text = run("plan", "--profile", "deepseek-v4-pro-ep8", "--max-step-rows", "2000000")
     assert "it does NOT fit" in text
     assert status == 1
