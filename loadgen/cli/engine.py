@@ -144,12 +144,17 @@ async def serve(options: EngineOptions, console: Console) -> dict[str, Any]:
         await count.begin()
         moe.on_restart = count.restarted
         name = moe.info.model_name
+        crash: Exception | None = None
         async with _listening(ChatServer(engine, name), options.host, options.port) as address:
             console.print(f"{name} on http://{address}/v1, Ctrl-C stops it", highlight=False, soft_wrap=True)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, engine.stop)
-            await engine.run()
+            try:
+                await engine.run()
+            except Exception as error:  # the report of what there is comes first, then the error
+                crash = error
+                engine.record.aborted = engine.record.aborted or f"{type(error).__name__}: {error}"
         counted, not_counted = await count.end()
         report = build_report(
             engine.record,
@@ -167,6 +172,8 @@ async def serve(options: EngineOptions, console: Console) -> dict[str, Any]:
     write_page([read_run(path)], path.with_name("report.html"))
     console.print(final_tables(report))
     console.print(f"Report: {path}, page: {path.with_name('report.html')}", highlight=False, soft_wrap=True)
+    if crash is not None:
+        raise crash
     return report
 
 

@@ -74,32 +74,32 @@ async def run(options: Options, console: Console) -> int:
             f"time x{config.time_scale:.3g}, tokens x{config.token_scale:.3g}"
         )
         crash: Exception | None = None
-        with _cancel_on_signals(replay):
+        with _cancel_on_signals(replay):  # also while the report is made: it is what a run is for
             async with watch(replay, console, title, plain=options.plain):
                 try:
                     await replay.run()
                 except Exception as error:  # the report of what there is comes first, then the error
                     crash = error
                     replay.record.aborted = replay.record.aborted or f"{type(error).__name__}: {error}"
-        counted, not_counted = await count.end()
-        report = build_report(
-            replay.record,
-            moe.info,
-            config,
-            replay.tier_config,
-            counted,
-            traces=traces.description,
-            distribution=options.routing,
-            not_counted=not_counted,
-            simulated=moe.description if isinstance(moe, TableTier) else None,
-            attention=options.workload.attention,
-        )
-        path = write_report(options.out, report, replay.record, config.slice_s)
-        write_page([read_run(path)], path.with_name("report.html"))
-        console.print(final_tables(report))
-        console.print(
-            f"Report: {path}, page: {path.with_name('report.html')}", highlight=False, soft_wrap=True
-        )
+            counted, not_counted = await count.end()
+            report = build_report(
+                replay.record,
+                moe.info,
+                config,
+                replay.tier_config,
+                counted,
+                traces=traces.description,
+                distribution=options.routing,
+                not_counted=not_counted,
+                simulated=moe.description if isinstance(moe, TableTier) else None,
+                attention=options.workload.attention,
+            )
+            path = write_report(options.out, report, replay.record, config.slice_s)
+            write_page([read_run(path)], path.with_name("report.html"))
+            console.print(final_tables(report))
+            console.print(
+                f"Report: {path}, page: {path.with_name('report.html')}", highlight=False, soft_wrap=True
+            )
         if crash is not None:
             raise crash
     return exit_status(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -171,6 +173,26 @@ def test_ctrl_c_writes_a_report_marked_cancelled(
     assert status == 130
     assert json.loads((tmp_path / "report.json").read_text())["run_cancelled"] is True
     assert "cancelled" in text
+
+
+def test_ctrl_c_while_the_report_is_made_leaves_it(
+    connected: Callable[..., RealTimeTier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected()
+    settled = service_count.scrape_settled
+
+    async def interrupted(*arguments: Any) -> Counters:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.05)
+        return await settled(*arguments)
+
+    monkeypatch.setattr(service_count, "scrape_settled", interrupted)
+    status, _ = invoke(*FAST, out=tmp_path)
+    assert status == 130
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["requests"]["completed"] > 0
+    assert report["service_steps_match"] is True
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
