@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from megamoe.backends.gfx950.device.emulated import EmulatedStream
 from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, layer_weights, shape_of
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
@@ -150,6 +151,20 @@ def test_paths_agree_bitwise_and_say_what_they_did() -> None:
         assert {report.counters.launches for report in reports} == {launched}
         assert sum(report.counters.rows_received for report in reports) == routed
         assert sum(report.counters.dropped_slots for report in reports) == 6 * sum(ROWS["uneven"]) - routed
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+def test_bytes_sent_are_those_that_the_device_stored_to_peers(row_format: RowFormat) -> None:
+    with Ranks(emulated(shape_of(64, 64), combine_row_format=row_format), checked=False) as ranks:
+        ranks.bind()
+        for epoch, path in enumerate(PATHS):
+            batches = batches_of(ranks.shape, ROWS["uneven"], seed=3, no_expert_share=0.1)
+            _, reports = ranks.run(path, batches, epoch=epoch)
+            for report, backend in zip(reports, ranks.backends, strict=True):
+                stream = backend.device.stream
+                assert isinstance(stream, EmulatedStream)
+                stored = sum(handle.traffic.remote_bytes[1] for handle in stream.take_handles())
+                assert report.counters.bytes_sent == stored, (path, backend.rank)
 
 
 def test_rows_that_come_quantized() -> None:

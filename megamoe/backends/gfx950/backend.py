@@ -292,7 +292,9 @@ class Gfx950Backend:
         own_rows = call.batch.num_rows or int(path is Path.SMALL_M)  # its stand-in row
         words = layout.meta_words * (rows_sent if path is Path.COMPACT else peers * own_rows)
         counts, num_flags = 0, 2
-        if path is Path.COMPACT:
+        if path is Path.SMALL_M:
+            words = (1 + 2 * shape.num_topk) * peers * own_rows
+        elif path is Path.COMPACT:
             counts, num_flags = shape.num_ranks, 3
         elif path is Path.LARGE_M:
             counts, num_flags = shape.num_experts_per_rank, 4
