@@ -93,6 +93,16 @@ def test_registers_and_lds_are_at_or_under_the_published_figures(kernels: dict[s
         assert missing(kernel) == set(), name
 
 
+def test_the_grid_of_small_m_is_resident(kernels: dict[str, Kernel]) -> None:
+    """plan.py gives a compute unit two workgroups of four waves, or one of eight: 512 VGPRs a SIMD, 160 KiB of LDS."""
+    for name, kernel in kernels.items():
+        if name.startswith("small_m "):
+            waves, wanted = (4, 2) if tile_of(name) == 32 else (8, 1)
+            waves_a_simd = 512 // (-(-kernel.descriptor.num_vgprs // 8) * 8)
+            assert 4 * waves_a_simd // waves >= wanted, name
+            assert 160 * 1024 // kernel.lds_bytes >= wanted, name
+
+
 def test_matrix_loops_hold_no_scalar_detours(kernels: dict[str, Kernel]) -> None:
     """No waterfall: a value that should be uniform but is not would be read lane by lane in the loop."""
     seen = 0

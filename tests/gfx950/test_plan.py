@@ -38,6 +38,7 @@ def test_kernels_that_wait_are_co_resident(rows: int) -> None:
     assert 1 <= plan.large_m_senders < plan.large_m_groups
     # Two workgroups of four waves and 17 KiB of LDS a compute unit, or one of eight waves.
     assert 1 <= plan.gemm1_groups <= 256 * (2 if plan.block_m == 32 else 1)
+    assert 1 <= plan.small_m_groups <= 256 * (2 if plan.block_m == 32 else 1)
 
 
 def test_rows_on_their_way_inside() -> None:

@@ -181,7 +181,9 @@ def small_m_kernel(
         lds, ready_lds, tables, control, bases, heap, experts, row_table, listed, rank, num_groups,
         BLOCK_M, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, threads,
     )  # fmt: skip
-    heavy = split.is_heavy(control, experts, NUM_EXPERTS)
+    heavy = fx.Int32(0)
+    if proceed == 1:
+        heavy = split.is_heavy(control, experts, NUM_EXPERTS)
     for one in range_constexpr(2):
         fp8 = one if FORMAT == AUTO else FORMAT
         mine = (heavy == one).select(proceed, fx.Int32(0))
