@@ -123,21 +123,25 @@ def test_shapes_that_fill_no_tile(hidden: int, intermediate: int) -> None:
 
 
 def test_memory_after_the_launch() -> None:
-    """Payload, words beside rows, lists, intermediate rows: those of the stages' references."""
-    with Ranks(emulated(shape_of(544, 96, num_experts=16, num_topk=4)), seed=9) as ranks:
+    """Payload, words beside rows, lists, intermediate rows and outputs: those of the stages' references."""
+    shape = shape_of(544, 96, num_experts=16, num_topk=4)
+    with Ranks(emulated(shape, **AUTO), seed=9) as ranks:
         weights = ranks.bind()
-        shape, layout = ranks.shape, ranks.backends[0].launches.layout
-        batches = batches_of(shape, UNEVEN, seed=4, no_expert_share=0.2, duplicate_share=0.2)
-        ranks.run(Path.SMALL_M, batches)
-        pairs = [references.quantize(layout, b.hidden_states, b.topk_ids, b.topk_weights) for b in batches]
+        layout = ranks.backends[0].launches.layout
+        batches = batches_of(shape, UNEVEN, "zipf", seed=4, no_expert_share=0.2, duplicate_share=0.2)
+        outs, reports = ranks.run(Path.SMALL_M, batches)
+        rows = [(b.hidden_states, b.topk_ids, b.topk_weights) for b in batches]
+        pairs = [references.quantize(layout, *one) for one in rows]
         words = [words for _, words in pairs]
-        plan = plan_launch(shape, max(UNEVEN), 16)
+        shift = plan_launch(shape, max(UNEVEN), 16).tile_shift
         used = 1 + 2 * shape.num_topk
+        heavy = []
         for rank, one in enumerate(ranks.backends):
             launches = one.launches
             got_words = launches.meta.read(torch.int32, words[rank].shape)
             assert torch.equal(got_words[:, :used], words[rank][:, :used])
-            want = references.dispatch(layout, rank, words, capacity=16, tile_shift=plan.tile_shift)
+            want = references.dispatch(layout, rank, words, capacity=16, tile_shift=shift)
+            heavy.append(references.is_heavy(want, 40, 12))
             assert torch.equal(launches.experts.read(torch.int32, want.experts.shape), want.experts)
             assert torch.equal(launches.row_table.read(torch.int32, want.row_table.shape), want.row_table)
             at = layout.region("payload_rows0").offset
@@ -150,6 +154,10 @@ def test_memory_after_the_launch() -> None:
             mine = weights.experts(first, first + shape.num_experts_per_rank)
             exact = references.gemm1(payload, want, mine, shape.hidden, shape.swiglu_limit)
             assert relative_l2(references.decode_rows(inner, shape.intermediate), exact) <= 0.04
+        formats = tuple(RowFormat.FP8 if one else RowFormat.BF16 for one in heavy)
+        assert {report.row_format_per_rank for report in reports} == {formats}
+        assert set(heavy) == {False, True}
+        check(outs, references.small_m(layout, rows, weights, heavy, capacity=16, tile_shift=shift))
 
 
 def test_bytes_sent_are_those_that_left() -> None:

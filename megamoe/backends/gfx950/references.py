@@ -214,3 +214,45 @@ def combine(
                 weight = words[token, 1 + shape.num_topk + k].view(torch.float32)
                 out[token] += row.view(torch.bfloat16).float() * weight
     return out.bfloat16()
+
+
+def is_heavy(dispatched: Dispatched, min_rows: int, min_rows_of_expert: int) -> bool:
+    """Whether small_m's owner with these lists received so many rows, or so many of one expert."""
+    counts = dispatched.experts[:, 0]
+    return bool(counts.sum() >= min_rows or counts.max() >= min_rows_of_expert)
+
+
+def small_m(
+    layout: HeapLayout,
+    rows_per_rank: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    weights: LayerWeights,
+    fp8_owners: Sequence[bool],
+    *,
+    capacity: int,
+    tile_shift: int,
+) -> list[torch.Tensor]:
+    """All ranks' (hidden [n, hidden] bf16, ids, weights [n, num_topk]) through every stage -> [n, hidden] bf16 each.
+
+    weights: all experts. fp8_owners: the owners that send FP8 rows."""
+    shape = layout.bundle.shape
+    staged = [quantize(layout, *one) for one in rows_per_rank]
+    words = [beside for _, beside in staged]
+    payload = torch.zeros(shape.num_ranks * capacity, layout.row_bytes, dtype=torch.uint8)
+    for src, (rows, _) in enumerate(staged):
+        payload[src * capacity : src * capacity + len(rows)] = rows
+    regions = [
+        torch.zeros(len(rows) * shape.num_topk, layout.result_bytes, dtype=torch.uint8) for rows, _ in staged
+    ]
+    for owner in range(shape.num_ranks):
+        found = dispatch(layout, owner, words, capacity=capacity, tile_shift=tile_shift)
+        first = owner * shape.num_experts_per_rank
+        mine = weights.experts(first, first + shape.num_experts_per_rank)
+        exact = gemm1(payload, found, mine, shape.hidden, shape.swiglu_limit)
+        inner = decode_rows(encode_rows(exact, inner_bytes(shape.intermediate)), shape.intermediate)
+        results = result_rows(gemm2(inner, found, mine), found, fp8=fp8_owners[owner])
+        for row, place in zip(results, found.row_table[:, 1].tolist(), strict=True):
+            regions[place >> RESULT_INDEX_BITS][place & (1 << RESULT_INDEX_BITS) - 1] = row
+    return [
+        combine(layout, beside, region.view(-1, shape.num_topk, layout.result_bytes), fp8_owners)
+        for beside, region in zip(words, regions, strict=True)
+    ]
