@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,12 +18,14 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.hopper import group as groups
 from megamoe.backends.hopper import record
+from megamoe.backends.hopper.board import SECTIONS, plan_large_m
 from megamoe.backends.hopper.buffers import (
     BoundLayer,
     RankBuffers,
     allocate_heap,
     control_words,
-    counts_before_payload,
+    exchanges_counts,
+    packs_densely,
 )
 from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.kernels import Device, Kernels
@@ -47,8 +50,11 @@ from megamoe.weights import LayerWeights
 STAGES: dict[Path, tuple[str, ...]] = {
     Path.SMALL_M: ("small_m",),
     Path.FIXED_SLOT: ("dispatch", "gemm1", "gemm2", "combine"),
+    Path.LARGE_M: ("quantize", "large_m"),
     Path.COMPACT: ("prepare", "dispatch", "gemm1", "gemm2", "combine"),
 }
+MAX_HIDDEN = 8192
+"""Widest row that every path's kernels were written for."""
 _FLAG_BYTES = 8
 
 
@@ -58,23 +64,14 @@ _warming = threading.Lock()
 
 def check_served(deployment: Deployment) -> None:
     """Raises ConfigError for settings that this backend does not serve."""
-    wanted: tuple[tuple[str, bool, object], ...] = (
-        ("combine_row_format on hopper", deployment.combine_row_format is not RowFormat.AUTO, "bf16 or fp8"),
-        ("activation on hopper", deployment.shape.activation == "silu", "silu"),
-        (
-            "large_m_enabled on hopper",
-            not deployment.large_m_enabled,
-            "False: this path is not built here yet",
-        ),
-    )
-    got = (
-        deployment.combine_row_format,
-        deployment.shape.activation,
-        deployment.large_m_enabled,
-    )
-    for (name, served, need), value in zip(wanted, got, strict=True):
-        if not served:
-            raise ConfigError(must_be(name, need, value))
+    if deployment.combine_row_format is RowFormat.AUTO:
+        raise ConfigError(
+            must_be("combine_row_format on hopper", "bf16 or fp8", deployment.combine_row_format)
+        )
+    if deployment.shape.activation != "silu":
+        raise ConfigError(must_be("activation on hopper", "silu", deployment.shape.activation))
+    if deployment.shape.hidden > MAX_HIDDEN:
+        raise ConfigError(must_be("hidden on hopper", f"at most {MAX_HIDDEN}", deployment.shape.hidden))
 
 
 def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
@@ -90,15 +87,25 @@ def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def gemm_plan(bundle: Bundle, path: Path, max_rows: int) -> GemmPlan:
-    """The GEMMs of a sub-step with an agreed maximum of rows a rank."""
+    """The GEMMs of a sub-step with an agreed maximum of rows a rank.
+
+    Where large_m may serve instead, all rows go to the tiled kernel, so that both paths have the same bits.
+    """
     deployment = bundle.deployment
-    plan = plan_small_m if path is Path.SMALL_M else plan_gemms
-    return plan(
+    plan = {Path.SMALL_M: plan_small_m, Path.LARGE_M: plan_large_m}.get(path, plan_gemms)
+    gemms = plan(
         bundle.shape,
         max_rows,
         batch_invariant=deployment.batch_invariant,
         fp8_rows=deployment.combine_row_format is RowFormat.FP8,
     )
+    if (
+        path is not Path.SMALL_M
+        and bundle.capacities(Path.LARGE_M)
+        and max_rows >= deployment.large_m_min_tokens
+    ):
+        gemms = replace(gemms, stream_max_rows=0)
+    return gemms
 
 
 def gemm_plans(bundle: Bundle, path: Path) -> list[GemmPlan]:
@@ -135,10 +142,9 @@ class HopperBackend:
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
             small_m = gemm_plans(bundle, Path.SMALL_M) if bundle.deployment.small_m_enabled else ()
-            staged: dict[Path, tuple[int, ...]] = {
-                path: bundle.capacities(path) for path in STAGES if path is not Path.SMALL_M
-            }
-            self.kernels.warm_up(gemm_plans(bundle, Path.COMPACT), staged, small_m)
+            large_m = gemm_plans(bundle, Path.LARGE_M) if bundle.deployment.large_m_enabled else ()
+            staged = {path: bundle.capacities(path) for path in (Path.FIXED_SLOT, Path.COMPACT)}
+            self.kernels.warm_up(gemm_plans(bundle, Path.COMPACT), staged, small_m, large_m)
         self._group = groups.join(
             group_name,
             rank=rank,
@@ -257,10 +263,14 @@ class HopperBackend:
 
     def _report(self, call: _Call, status: list[int]) -> SubStepReport:
         sub_step = call.launch.sub_step
-        counted = counts_before_payload(sub_step.path)
-        peers = self.bundle.shape.num_ranks - 1
+        counted = exchanges_counts(sub_step.path)
+        shape = self.bundle.shape
+        peers = shape.num_ranks - 1
         num_flags = (3 if counted else 2) + call.launch.closing
-        counts_bytes = 4 * self.bundle.shape.num_ranks * counted
+        if sub_step.path is Path.LARGE_M:
+            num_flags += SECTIONS - 1
+        counts = shape.num_experts_per_rank if sub_step.path is Path.LARGE_M else shape.num_ranks
+        counts_bytes = 4 * counts * counted
         fp8 = set(_ranks(status[Word.FP8]))
         return SubStepReport(
             path=sub_step.path,
@@ -274,7 +284,7 @@ class HopperBackend:
                 count_exchanges=int(counted),
                 prepare_passes=int(counted),
                 launches=call.num_launches,
-                group_barriers=int(counted) + int(call.launch.closing),
+                group_barriers=int(call.compact) + int(call.launch.closing),
                 bytes_sent=status[Word.BYTES_SENT] + peers * (num_flags * _FLAG_BYTES + counts_bytes),
                 padded_rows=status[Word.PADDED_ROWS],
                 dropped_slots=status[Word.DROPPED_SLOTS],
@@ -329,7 +339,7 @@ class _Call:
 
     @property
     def compact(self) -> bool:
-        return counts_before_payload(self.launch.sub_step.path)
+        return packs_densely(self.launch.sub_step.path)
 
     def mark(self, stream: torch.cuda.Stream, name: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -341,7 +351,7 @@ class _Call:
         spent: dict[str, float] = {}
         for (_, before), (name, after) in zip(self.marks, self.marks[1:], strict=False):
             field = "dispatch_us" if name == "prepare" else f"{name}_us"
-            if name not in ("end", "small_m"):
+            if name not in ("end", "small_m", "large_m"):
                 spent[field] = spent.get(field, 0.0) + before.elapsed_time(after) * 1e3
         total_us = self.marks[0][1].elapsed_time(self.marks[-1][1]) * 1e3
         return StageTimes(**spent, total_us=total_us)
@@ -349,6 +359,14 @@ class _Call:
 
 def _small_m(kernels: Kernels, call: _Call) -> None:
     kernels.small_m(call.layer, call.gemms)
+
+
+def _quantize(kernels: Kernels, call: _Call) -> None:
+    kernels.quantize(call.launch.sub_step.max_rows)
+
+
+def _large_m(kernels: Kernels, call: _Call) -> None:
+    kernels.large_m(call.layer, call.gemms)
 
 
 def _prepare(kernels: Kernels, call: _Call) -> None:
@@ -381,6 +399,8 @@ def _combine(kernels: Kernels, call: _Call) -> None:
 
 _LAUNCH: dict[str, Callable[[Kernels, _Call], None]] = {
     "small_m": _small_m,
+    "quantize": _quantize,
+    "large_m": _large_m,
     "prepare": _prepare,
     "dispatch": _dispatch,
     "gemm1": _gemm1,

@@ -21,12 +21,13 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.hopper import separate_queues
 from megamoe.backends.hopper.backend import reach_peers
+from megamoe.backends.hopper.board import plan_large_m
 from megamoe.backends.hopper.buffers import (
     BoundLayer,
     RankBuffers,
     allocate_heap,
     control_words,
-    counts_before_payload,
+    packs_densely,
 )
 from megamoe.backends.hopper.floors import CALLS, REPEATS, busiest, floor_us, ranks_of, work_of
 from megamoe.backends.hopper.kernels import Device, Kernels
@@ -41,6 +42,8 @@ from megamoe.routing import route
 from megamoe.shape import MoeShape, preset
 
 SMALL_PATHS = (Path.SMALL_M, Path.FIXED_SLOT, Path.COMPACT)
+LARGE_PATHS = (Path.LARGE_M, Path.COMPACT)
+_PLANS = {Path.SMALL_M: plan_small_m, Path.LARGE_M: plan_large_m}
 
 
 def random_packed(
@@ -144,6 +147,8 @@ class GroupBench:
                 backend="hopper",
                 max_tokens_per_rank=capacity,
                 fixed_slot_max=capacity,
+                large_m_capacity=capacity,
+                large_m_min_tokens=min(capacity, 1024),
                 combine_row_format=row_format,
             )
         )
@@ -237,7 +242,7 @@ class RankBench:
         self.pinned = torch.empty(0)
 
     def before_gemms(self, path: Path, gemms: GemmPlan, call: int = 0) -> None:
-        compact = counts_before_payload(path)
+        compact = packs_densely(path)
         buffers = self.kernels.buffers
         buffers.control.copy_(self.pinned[call], non_blocking=True)
         if compact:
@@ -252,6 +257,11 @@ class RankBench:
         if path is Path.SMALL_M:
             self.kernels.buffers.control.copy_(self.pinned[call], non_blocking=True)
             self.kernels.small_m(layer, gemms)
+            return
+        if path is Path.LARGE_M:
+            self.kernels.buffers.control.copy_(self.pinned[call], non_blocking=True)
+            self.kernels.quantize(self.batch.num_rows)
+            self.kernels.large_m(layer, gemms)
             return
         self.before_gemms(path, gemms, call)
         self.kernels.gemm1(layer, gemms)
@@ -302,7 +312,7 @@ def bench_layer(
     shape = group.shape
     routes = route(shape, distribution, [tokens] * shape.num_ranks, seed=11)
     group.take(routes, path, CALLS)
-    chosen = gemms or (plan_small_m if path is Path.SMALL_M else plan_gemms)(shape, tokens)
+    chosen = gemms or _PLANS.get(path, plan_gemms)(shape, tokens)
     graphs = []
     for rank in group.ranks:
         device = rank.kernels.buffers.device
@@ -311,6 +321,8 @@ def bench_layer(
             with torch.cuda.stream(stream):
                 if path is Path.SMALL_M:
                     rank.kernels.warm_up((), {}, [chosen])
+                elif path is Path.LARGE_M:
+                    rank.kernels.warm_up((), {}, (), [chosen])
                 else:
                     rank.kernels.warm_up([chosen], {path: [rank.kernels.buffers.layout.capacity]})
             graph = torch.cuda.CUDAGraph()
@@ -362,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for tokens in chosen.tokens:
             if (tokens <= 512) != (capacity == 512):
                 continue
-            for path in SMALL_PATHS if tokens <= 512 else (Path.COMPACT,):
+            for path in SMALL_PATHS if tokens <= 512 else LARGE_PATHS:
                 for distribution in chosen.distributions:
                     timings.append(bench_layer(group, tokens, path, distribution))
                     print(timings[-1].line(shape), flush=True)

@@ -13,6 +13,7 @@ import torch
 
 from megamoe.backends import Launch
 from megamoe.backends.hopper import record
+from megamoe.backends.hopper.board import board_layout
 from megamoe.backends.hopper.packing import PackedMatrix
 from megamoe.backends.hopper.plan import TableSizes
 from megamoe.backends.hopper.record import Word
@@ -68,6 +69,11 @@ class RankBuffers:
         self.row_weight = table(rows, torch.float32)
         self.block_info = table(sizes.num_blocks, torch.int32)
         self.work = table(sizes.work_words, torch.int32)
+        self.board_layout = board_layout(sizes)
+        if layout.bundle.capacities(Path.LARGE_M):
+            self.board = table(self.board_layout.num_words, torch.int32)
+            self.places = table(layout.capacity * self.shape.num_topk, torch.int32)
+            self.quantized = table(layout.capacity * layout.row_bytes, torch.uint8)
         # Zeroed once: rows past an expert's last are multiplied too, and may hold anything but must be finite bytes
         # of an older step rather than whatever the allocator returns.
         self.image = torch.zeros((rows, sizes.image_columns), dtype=torch.bfloat16, device=device)
@@ -111,6 +117,10 @@ def result_bytes(shape: MoeShape, row_format: RowFormat) -> int:
     return shape.hidden + shape.hidden // 32 if row_format is RowFormat.FP8 else 2 * shape.hidden
 
 
-def counts_before_payload(path: Path) -> bool:
-    """Whether a path packs rows densely, and so must know all ranks' counts first."""
+def packs_densely(path: Path) -> bool:
+    """Whether rows may leave only when all ranks' counts are known."""
+    return path is Path.COMPACT
+
+
+def exchanges_counts(path: Path) -> bool:
     return path in (Path.COMPACT, Path.LARGE_M)

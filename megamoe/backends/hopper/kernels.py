@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from megamoe.backends.hopper import record
-from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, counts_before_payload, result_bytes
+from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, packs_densely, result_bytes
 from megamoe.backends.hopper.device import (
     close,
     combine,
+    count,
     dispatch,
     expand,
     flags,
@@ -38,11 +39,14 @@ from megamoe.backends.hopper.plan import (
     next_power_of_2,
 )
 from megamoe.bundle import Path, RowFormat
+from megamoe.errors import InternalError
 from megamoe.layout import FlagKind
 
 _BLOCK = 1024
 """Columns that a thread block of dispatch or combine handles at a time."""
 _PREPARE_TOKENS = 512
+_COUNT_PAIRS = 2048
+"""(token, slot) pairs that a thread block of the counting launch looks at together."""
 
 
 @dataclass(frozen=True)
@@ -337,6 +341,86 @@ class Kernels:
         # Thread blocks wait for each other: a rank's must all be on the device at once.
         check_resident(compiled.metadata.shared, SMALL_M.occupancy)
 
+    def quantize(self, max_rows: int) -> None:
+        """large_m's first launch. max_rows: agreed maximum of rows a rank."""
+        b, shape = self.buffers, self.buffers.shape
+        count.quantize_kernel[(shape.num_experts + self._grid(max_rows, self._block)[0],)](
+            b.control,
+            b.bases,
+            b.places,
+            b.quantized,
+            b.board,
+            b.ticket,
+            b.board_layout.tables,
+            **self._ranks,
+            **self._routing,
+            HIDDEN=shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            COUNTS_WORDS=b.layout.counts_words,
+            BLOCK=self._block,
+            BLOCK_PAIRS=_COUNT_PAIRS,
+            num_warps=8,
+            **self._chain,
+        )
+
+    def large_m(self, layer: BoundLayer, gemms: GemmPlan) -> None:
+        """The rest of the sub-step. gemms: of plan_large_m."""
+        from megamoe.backends.hopper.device import large_m
+
+        b, shape, lists = self.buffers, self.buffers.shape, self.buffers.board_layout
+        first, second = gemms.tiled(shape.hidden), gemms.tiled(shape.intermediate)
+        if (first.stages, first.chunks_per_stage) != (second.stages, second.chunks_per_stage):
+            raise InternalError("both GEMMs of large_m share a ring of tokens: their stages must be alike")
+        w13, w2 = (layer.w13, layer.w2) if layer.w13 and layer.w2 else (self._no_weights,) * 2
+        large_m.large_m_kernel[(self.device.share,)](
+            b.control,
+            b.bases,
+            b.board,
+            b.places,
+            b.quantized.view(torch.int32),
+            b.image,
+            b.middle,
+            self._tokens(b.image, first),
+            self._tokens(b.middle, second),
+            b.row_slot,
+            b.row_address,
+            b.row_weight,
+            b.block_info,
+            b.work[b.sizes.tiled_offset :],
+            w13.units,
+            w13.out_factor,
+            w2.units,
+            w2.out_factor,
+            self._limit,
+            ARRIVED=lists.arrived,
+            DONE=lists.done,
+            QUEUE1=lists.queue1,
+            QUEUE2=lists.queue2,
+            TABLES=lists.tables,
+            **self._ranks,
+            **self._routing,
+            BINS=next_power_of_2(shape.num_experts_per_rank + 1),
+            HIDDEN=shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            META_WORDS=b.layout.meta_words,
+            COUNTS_WORDS=b.layout.counts_words,
+            RESULT_STRIDE=b.layout.result_bytes,
+            RESULT_BYTES=self.result_bytes,
+            SEND_WIDE=next_power_of_2(b.layout.row_bytes // 16),
+            IMAGE_WIDE=next_power_of_2(b.sizes.image_columns // 8),
+            SUM_BLOCKS=next_power_of_2(shape.hidden // 32),
+            CHUNKS1=b.image.shape[1] // 128,
+            CHUNKS2=b.middle.shape[1] // 128,
+            GROUPS1=b.sizes.gemm1_groups,
+            GROUPS2=b.sizes.gemm2_groups,
+            AHEAD=first.ahead,
+            STAGES=first.stages,
+            BLOCK_N=first.block_n,
+            FP8=self.fp8,
+            IDENTITY=layer.w13 is None,
+            num_warps=8,
+        )
+
     def post_return(self) -> None:
         b = self.buffers
         combine.post_return_kernel[(1,)](
@@ -379,8 +463,10 @@ class Kernels:
         plans: Iterable[GemmPlan],
         capacities: Mapping[Path, Iterable[int]],
         small_m: Iterable[GemmPlan] = (),
+        large_m: Iterable[GemmPlan] = (),
     ) -> None:
-        """Compile and load every kernel that steps of these plans and runtimes can need. small_m: plans of that path.
+        """Compile and load every kernel that steps of these plans and runtimes can need. small_m, large_m: plans of
+        those paths.
 
         Must happen before any rank's first launch: loading code may wait for the device, and so for a kernel of a
         peer that itself waits for this rank. Runs everything once on memory of its own, with no rows and no patience.
@@ -393,9 +479,10 @@ class Kernels:
         words[record.Word.ABORTS_OFFSET] = 4096
         words[record.Word.COUNTS_OFFSET] = 8192
         b.control.copy_(torch.tensor(words, dtype=torch.int64))
+        b.work.zero_()
         layer = BoundLayer(self._no_weights, self._no_weights)
         for path, values in capacities.items():
-            compact = counts_before_payload(path)
+            compact = packs_densely(path)
             if compact:
                 self.prepare()
             for quantized in (False, True):
@@ -412,6 +499,10 @@ class Kernels:
         for gemms in small_m:
             self.small_m(layer, gemms)
             self.small_m(BoundLayer(None, None), gemms)
+        for gemms in large_m:
+            self.quantize(1)
+            self.large_m(layer, gemms)
+            self.large_m(BoundLayer(None, None), gemms)
         self.combine(1)
         self.close()
         self.abort()

@@ -21,7 +21,7 @@ from megamoe.backends.hopper.buffers import (
     RankBuffers,
     allocate_heap,
     control_words,
-    counts_before_payload,
+    packs_densely,
 )
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
 from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
@@ -111,7 +111,7 @@ class Lockstep:
             words = control_words(self.group.ranks[rank].layout, launch, batch, out, _TIMEOUT_NS)
             self.group.ranks[rank].control.copy_(torch.tensor(words, dtype=torch.int64))
         gemms = self.gemm_plan(path, max(counts))
-        compact = counts_before_payload(path)
+        compact = packs_densely(path)
         if self.kernels:
             self._kernels(device_batches, layers, gemms, capacity, compact)
             return outs

@@ -43,10 +43,15 @@ SHAPE = MoeShape(
 ODD_SHAPE = replace(SHAPE, name="hopper-odd", hidden=1056, intermediate=352, num_experts=40, num_topk=3)
 """Neither dimension is a multiple of 128, top-k is no power of two."""
 CAPACITY = 128
-PATHS = (Path.FIXED_SLOT, Path.COMPACT, Path.SMALL_M)
+PATHS = (Path.FIXED_SLOT, Path.COMPACT, Path.SMALL_M, Path.LARGE_M)
 STAGED = (Path.FIXED_SLOT, Path.COMPACT)
 """Paths that launch the same GEMM kernels, and so agree bitwise."""
-COUNTERS = {Path.FIXED_SLOT: (0, 0, 4, 0), Path.COMPACT: (1, 1, 5, 1), Path.SMALL_M: (0, 0, 1, 0)}
+COUNTERS = {
+    Path.FIXED_SLOT: (0, 0, 4, 0),
+    Path.COMPACT: (1, 1, 5, 1),
+    Path.SMALL_M: (0, 0, 1, 0),
+    Path.LARGE_M: (1, 1, 2, 0),
+}
 """Count exchanges, prepare passes, launches, group-wide barriers."""
 IDENTITY_SLOT = 2
 
@@ -116,6 +121,9 @@ class Ranks:
                 fixed_slot_max=capacity,
                 small_m_capacities=(capacity,),
                 small_m_enabled=True,
+                large_m_capacity=capacity,
+                large_m_min_tokens=(capacity + 64) // 2 if capacity > 64 else capacity,
+                large_m_enabled=True,
                 combine_row_format=row_format,
             )
         )
@@ -269,6 +277,12 @@ def check_cases(ranks: Ranks, checks: Checks) -> None:
                 by_path.append(got)
         same = all(torch.equal(by_path[0], other) for other in by_path[1:])
         checks.check(f"{shape.name} {ranks.row_format} {distribution}: paths agree bitwise", same)
+        large = Case(Path.COMPACT, uneven(shape, most), distribution, seed=7)
+        compact = check_case(ranks, checks, large)
+        for _ in range(2):
+            got = rows_of(ranks.call(replace(large, path=Path.LARGE_M)))
+            same = torch.equal(compact.view(torch.int16), got.view(torch.int16))
+            checks.check(f"{shape.name} {ranks.row_format} {distribution}: large_m is compact bitwise", same)
     for path in PATHS:
         check_case(ranks, checks, Case(path, (1,) * shape.num_ranks, seed=1))
         check_case(ranks, checks, Case(path, (most,) * shape.num_ranks, seed=2, slot_idx=1))

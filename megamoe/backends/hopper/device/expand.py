@@ -41,11 +41,16 @@ def _bf16_bits(code, scale):
 
 
 @triton.jit
-def _store_places(image, place, pair, codes, exponents, mask):
-    """codes [places, 4]: two a word of 16 bits; exponents: their E8M0 bytes."""
+def bf16_words(codes, exponents):
+    """codes: two a word of 16 bits; exponents: their E8M0 bytes. Returns pairs of bf16."""
     scale = scale_of(exponents)
-    words = _bf16_bits(codes & 0xFF, scale) | (_bf16_bits((codes >> 8) & 0xFF, scale) << 16)
-    tl.store(image + place * 4 + pair, words, mask=mask)
+    return _bf16_bits(codes & 0xFF, scale) | (_bf16_bits((codes >> 8) & 0xFF, scale) << 16)
+
+
+@triton.jit
+def _store_places(image, place, pair, codes, exponents, mask):
+    """codes [places, 4]."""
+    tl.store(image + place * 4 + pair, bf16_words(codes, exponents), mask=mask)
 
 
 @triton.jit

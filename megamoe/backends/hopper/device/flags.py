@@ -94,6 +94,27 @@ def _lacking(words, given_up, wanted, epoch, rank):
 
 
 @triton.jit
+def record_failure(control, bases, kind, lacking, gone, words, given_up, own_rank, rank):
+    """Where a peer gave this launch up (`gone`), or the ranks of mask `lacking` did not come in time: say so in the
+    status words, and in the second case tell all peers. Does nothing where neither is so."""
+    epoch = tl.load(control + EPOCH)
+    if gone:
+        masks = tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), (given_up >> 32) & 0xFF, 0)
+        tl.store(control + MISSING, tl.reduce_or(masks, 0))
+        tl.store(control + FAILED_KIND, kind)
+        tl.store(control + FAILED_SRC, -1)
+        tl.store(control + FAILED, 1)
+    elif lacking != 0:
+        first = tl.min(tl.where(((lacking >> rank) & 1) == 1, rank, MAX_RANKS))
+        abort(control, bases, lacking.to(tl.int64), own_rank, rank)
+        tl.store(control + MISSING, lacking.to(tl.int64))
+        tl.store(control + FAILED_KIND, kind)
+        tl.store(control + FAILED_SRC, first)
+        tl.store(control + FAILED_SEEN, tl.sum(tl.where(rank == first, words, 0)))
+        tl.store(control + FAILED, 1)
+
+
+@triton.jit
 def wait(control, bases, kind, needed, own_rank, rank):
     """Wait for the flags of the ranks in the mask `needed`. Returns (all came, words [num_ranks] int64).
 
@@ -117,20 +138,8 @@ def wait(control, bases, kind, needed, own_rank, rank):
         given_up = tl.load(aborts, volatile=True)
         lacking, gone = _lacking(words, given_up, wanted, epoch, rank)
         late = now_ns() - started > timeout
-    if (failed == 0) & gone:
-        masks = tl.where((given_up < 0) & ((given_up & LOW_HALF) == epoch), (given_up >> 32) & 0xFF, 0)
-        tl.store(control + MISSING, tl.reduce_or(masks, 0))
-        tl.store(control + FAILED_KIND, kind)
-        tl.store(control + FAILED_SRC, -1)
-        tl.store(control + FAILED, 1)
-    elif (failed == 0) & (lacking != 0):
-        first = tl.min(tl.where(((lacking >> rank) & 1) == 1, rank, MAX_RANKS))
-        abort(control, bases, lacking.to(tl.int64), own_rank, rank)
-        tl.store(control + MISSING, lacking.to(tl.int64))
-        tl.store(control + FAILED_KIND, kind)
-        tl.store(control + FAILED_SRC, first)
-        tl.store(control + FAILED_SEEN, tl.sum(tl.where(rank == first, words, 0)))
-        tl.store(control + FAILED, 1)
+    if failed == 0:
+        record_failure(control, bases, kind, lacking, gone, words, given_up, own_rank, rank)
     fence_system()
     return (lacking == 0) & (gone == 0) & (failed == 0), words
 
@@ -140,6 +149,17 @@ def ranks_with_rows(control, rank):
     """Mask of the ranks that bring rows by the agreed counts."""
     agreed = tl.load(control + ROWS_PER_RANK + rank)
     return tl.sum(tl.where(agreed > 0, 1 << rank, 0))
+
+
+@triton.jit
+def arrived_rows(control, words, rank):
+    """From payload flags of sources: int32 (rows that have come, rows to come in all). A source that refused its call
+    brings none, and one without rows by the agreed counts is not looked at."""
+    agreed = tl.load(control + ROWS_PER_RANK + rank).to(tl.int32)
+    here = (words < 0) & ((words & LOW_HALF) == tl.load(control + EPOCH)) & (agreed > 0)
+    info = (words >> 32) & 0x7FFFFFFF
+    refused = here & ((info & ERROR_BIT) != 0)
+    return tl.where(here, (info & ROWS_MASK).to(tl.int32), 0), tl.where(refused, 0, agreed)
 
 
 @triton.jit(do_not_specialize=["own_rank"])

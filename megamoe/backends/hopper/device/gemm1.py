@@ -131,7 +131,7 @@ def gemm1_stream_kernel(
 
 
 @gluon.jit
-def _finish_tiled(
+def finish_tiled(
     acc, factor, limit, image, first_row, group, rows, COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr
 ):
     """SwiGLU in the thread (gate and up rows are 8 apart), round, and store into GEMM2's row-major image."""
@@ -181,7 +181,7 @@ def tiled_tiles(
             )  # fmt: skip
             entry = work + tile // GROUPS * 4
             factor = gl.load(out_factor + gl.load(entry))
-            _finish_tiled(
+            finish_tiled(
                 acc,
                 factor,
                 limit,

@@ -136,6 +136,20 @@ def gemm2_stream_kernel(
 
 
 @gluon.jit
+def finish_tiled(
+    acc, factor, row_address, row_weight, first_row, group, rows, HIDDEN: gl.constexpr, FP8: gl.constexpr
+):
+    """Round a tile of 128 features and store its rows at their sources."""
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    y = acc * factor
+    if not FP8:
+        # Rounded before it crosses shared memory: half the bytes.
+        y = y.to(gl.bfloat16)
+    y = gl.convert_layout(gl.permute(y, (1, 0)), out)
+    store_rows(y, row_address, row_weight, first_row, rows, group * 128, HIDDEN, FP8)
+
+
+@gluon.jit
 def tiled_tiles(
     row_address, row_weight, units, out_factor, image, work, num_entries, num_programs,
     HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
@@ -151,7 +165,6 @@ def tiled_tiles(
         chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        out: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
         for tile in range(first, num_tiles, num_programs):
             row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
             more = tile + num_programs < num_tiles
@@ -164,12 +177,10 @@ def tiled_tiles(
                 CHUNKS, AHEAD, STAGES, BLOCK_N,
             )  # fmt: skip
             entry = work + tile // GROUPS * 4
-            y = acc * gl.load(out_factor + gl.load(entry))
-            if not FP8:
-                # Rounded before it crosses shared memory: half the bytes.
-                y = y.to(gl.bfloat16)
-            y = gl.convert_layout(gl.permute(y, (1, 0)), out)
-            store_rows(y, row_address, row_weight, row, gl.load(entry + 2), tile % GROUPS * 128, HIDDEN, FP8)
+            finish_tiled(
+                acc, gl.load(out_factor + gl.load(entry)), row_address, row_weight, row, tile % GROUPS,
+                gl.load(entry + 2), HIDDEN, FP8,
+            )  # fmt: skip
 
 
 @gluon.jit

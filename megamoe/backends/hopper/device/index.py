@@ -46,7 +46,7 @@ def cut(count, stream_max_rows, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _write_entries(entries, expert, first, unit, size, count, number, some):
+def write_entries(entries, expert, first, unit, size, count, number, some):
     """entries [number, 4]: (expert, first + j * unit, rows, 0), entry j holding `size` rows from j * size on."""
     for start in range(0, number, some.shape[0]):
         j = start + some
@@ -188,9 +188,9 @@ def index_expert(
     earlier = (width < own_width) | ((width == own_width) & before)
     stream_entries = work + stream_offset + tl.sum(tl.where(earlier, stream, 0)) * ENTRY_WORDS
     size = tl.where(own_stream == 2, BLOCK_ROWS, WIDEST_ROWS)
-    _write_entries(stream_entries, expert, first_block, 1, size, count, own_stream, some)
+    write_entries(stream_entries, expert, first_block, 1, size, count, own_stream, some)
     tiled_entries = work + tiled_offset + tl.sum(tl.where(before, tiled, 0)) * ENTRY_WORDS
-    _write_entries(tiled_entries, expert, first_row, BLOCK_N, BLOCK_N, count, own_tiled, some)
+    write_entries(tiled_entries, expert, first_row, BLOCK_N, BLOCK_N, count, own_tiled, some)
     if expert == 0:
         for blocks_of_8 in tl.static_range(1, WIDEST_ROWS // 8 + 1):
             of_width = tl.sum(tl.where(width == blocks_of_8, stream, 0))

@@ -134,14 +134,29 @@ def fill(tokens, memory, bars, slot, row, column, pred):
 
 
 @gluon.jit
-def open_ring(tokens, row, STAGES: gl.constexpr):
-    """Ring of token stages in shared memory with all but one slot being filled. Returns (memory, barriers)."""
+def empty_ring(tokens, STAGES: gl.constexpr):
+    """Ring of token stages in shared memory: (memory, barriers)."""
     memory = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + tokens.block_shape, tokens.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(bars.index(slot), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    return memory, bars
+
+
+@gluon.jit
+def fill_ahead(tokens, memory, bars, slot, row, STAGES: gl.constexpr):
+    """Start the first STAGES - 1 copies of a tile into an idle ring, from `slot` on."""
+    for stage in gl.static_range(STAGES - 1):
+        into = gl.where(slot + stage >= STAGES, slot + stage - STAGES, slot + stage)
+        fill(tokens, memory, bars, into, row, stage * tokens.block_shape[1], True)
+
+
+@gluon.jit
+def open_ring(tokens, row, STAGES: gl.constexpr):
+    """Ring with all but one slot being filled. Returns (memory, barriers)."""
+    memory, bars = empty_ring(tokens, STAGES)
     for slot in gl.static_range(STAGES - 1):
         fill(tokens, memory, bars, slot, row, slot * tokens.block_shape[1], True)
     return memory, bars
