@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamoe.backends.hopper.plan import GemmPlan, TableSizes, plan_gemms
+from megamoe.backends.hopper.plan import MAX_BLOCK_N, GemmPlan, TableSizes
 from megamoe.shape import MoeShape
 
-ITEM_TOKENS = 16
+ITEM_TOKENS = 8
 SECTIONS = 8
 """Parts of a source's rows that it reports as sent, one after the other, in its payload flag."""
-TILES_A_TICKET = 2
-"""Tiles of one entry that a thread block takes together: two look-ups in device memory cost as much as a fiftieth of
-a tile."""
+NARROW_ROWS = 128
+"""Entries of up to so many rows are multiplied by a narrow tile, at two thirds of a wide one's time."""
 HELPER_SHARE = 16
 """One thread block in so many moves rows before it multiplies: what is moved then costs the others no time."""
 PLACE_SHIFT = 12
@@ -92,6 +91,6 @@ def board_layout(sizes: TableSizes) -> BoardLayout:
 def plan_large_m(
     shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
 ) -> GemmPlan:
-    """Tiles of the persistent launch: one thread block a multiprocessor, as wide as its rows fill."""
-    widest = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows).block_n
-    return GemmPlan(stream_max_rows=0, block_n=max(widest, 128))
+    """Tiles of the persistent launch, the same for every step: one thread block a multiprocessor, as wide as memory
+    allows; an expert's last rows may take a narrow tile (NARROW_ROWS)."""
+    return GemmPlan(stream_max_rows=0, block_n=128 if fp8_rows else MAX_BLOCK_N)

@@ -7,12 +7,13 @@ kernel does follows from the control block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megamoe.backends.hopper import record
+from megamoe.backends.hopper.board import NARROW_ROWS
 from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, packs_densely, result_bytes
 from megamoe.backends.hopper.device import (
     close,
@@ -369,6 +370,7 @@ class Kernels:
 
         b, shape, lists = self.buffers, self.buffers.shape, self.buffers.board_layout
         first, second = gemms.tiled(shape.hidden), gemms.tiled(shape.intermediate)
+        narrow = replace(gemms, block_n=NARROW_ROWS).tiled(shape.hidden)
         if (first.stages, first.chunks_per_stage) != (second.stages, second.chunks_per_stage):
             raise InternalError("both GEMMs of large_m share a ring of tokens: their stages must be alike")
         w13, w2 = (layer.w13, layer.w2) if layer.w13 and layer.w2 else (self._no_weights,) * 2
@@ -382,6 +384,8 @@ class Kernels:
             b.middle,
             self._tokens(b.image, first),
             self._tokens(b.middle, second),
+            self._tokens(b.image, narrow),
+            self._tokens(b.middle, narrow),
             b.row_slot,
             b.row_address,
             b.row_weight,
@@ -416,6 +420,8 @@ class Kernels:
             AHEAD=first.ahead,
             STAGES=first.stages,
             BLOCK_N=first.block_n,
+            NARROW_AHEAD=narrow.ahead,
+            NARROW_STAGES=narrow.stages,
             FP8=self.fp8,
             IDENTITY=layer.w13 is None,
             num_warps=8,

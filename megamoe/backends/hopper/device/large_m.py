@@ -42,7 +42,7 @@ BLOCKS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1,
 BY_BLOCK: gl.constexpr = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
 IN_BLOCK: gl.constexpr = gl.constexpr(gl.SliceLayout(0, BLOCKS.value))
 MAX_RANKS: gl.constexpr = gl.constexpr(record.MAX_RANKS)
-UNIT: gl.constexpr = gl.constexpr(board.TILES_A_TICKET)
+NARROW: gl.constexpr = gl.constexpr(board.NARROW_ROWS)
 HELPER_SHARE: gl.constexpr = gl.constexpr(board.HELPER_SHARE)
 ITEM_TOKENS: gl.constexpr = gl.constexpr(board.ITEM_TOKENS)
 SEND: gl.constexpr = gl.constexpr(BoardWord.SEND)
@@ -53,20 +53,10 @@ EXPAND: gl.constexpr = gl.constexpr(BoardWord.EXPAND)
 
 
 @gluon.jit
-def _claim(head, GROUPS: gl.constexpr):
-    """First tile of the next ticket. Tickets hold UNIT tiles of one entry, or one where they do not come out even."""
-    unit: gl.constexpr = UNIT if GROUPS % UNIT == 0 else 1
-    return gl.atomic_add(head, 1, sem="relaxed", scope="gpu") * unit
-
-
-@gluon.jit
-def _after(tile, head, GROUPS: gl.constexpr):
-    """The tile that this thread block takes after one of its own."""
-    unit: gl.constexpr = UNIT if GROUPS % UNIT == 0 else 1
-    following = tile + 1
-    if following % unit == 0:
-        following = _claim(head, GROUPS)
-    return following
+def _claim(head):
+    """The next tile, for this thread block alone. Neighbours go to thread blocks at the same time, so that these share
+    tokens and weights in L2: taking several at once saves look-ups and costs more than that."""
+    return gl.atomic_add(head, 1, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
@@ -88,82 +78,98 @@ def _origin(units, entries, entry, group, GROUPS: gl.constexpr, CHUNKS: gl.const
 
 
 @gluon.jit
-def _gemm1_tiles(
-    tile, entry, slot, phase, memory, bars, board_at, queue1, queue2, done, entries, num_tiles,
-    middle, tokens, units, out_factor, limit,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
+def _is_wide(rows, WIDE: gl.constexpr):
+    """Whether an entry with that many rows needs the wide tile; where there is but one width, all do."""
+    return (rows > NARROW) | (WIDE <= NARROW)
+
+
+@gluon.jit
+def _tiles(
+    tile, entry, wide, slot, phase, memory, bars, board_at, head, queue, entries, num_tiles,
+    tokens, units, out_factor, finish, rest,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, WIDE: gl.constexpr,
     AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of GEMM1 from a complete one on, as long as the next is complete too. An entry whose last tile this is goes
-    into GEMM2's queue. Returns (next tile, slot, phase)."""
+    """Tiles of a GEMM from a complete one on, as long as the next is complete and as wide. finish: what is done with a
+    tile's sums, with the arguments `rest`. Returns (next tile, slot, phase)."""
     words_off, scales_off = tiled.thread_offsets()
     row, at, expert, rows = _origin(units, entries, entry, tile % GROUPS, GROUPS, CHUNKS)
     sync.fence_proxies()
     tiled.fill_ahead(tokens, memory, bars, slot, row, STAGES)
     chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
-    while entry >= 0:
-        next_tile = _after(tile, board_at + HEAD1, GROUPS)
-        next_entry = _entry_of(board_at + queue1, next_tile, num_tiles, GROUPS)
-        more = next_entry >= 0
+    more = entry >= 0
+    while more:
+        next_tile = _claim(head)
+        next_entry = _entry_of(queue, next_tile, num_tiles, GROUPS)
+        there = next_entry >= 0
         sync.fence_proxies()
         next_row, next_at, next_expert, next_rows = _origin(
-            units, entries, gl.where(more, next_entry, entry), gl.where(more, next_tile, tile) % GROUPS, GROUPS, CHUNKS
+            units, entries, gl.where(there, next_entry, entry), gl.where(there, next_tile, tile) % GROUPS,
+            GROUPS, CHUNKS,
         )  # fmt: skip
+        more = there & (_is_wide(next_rows, WIDE) == wide)
         acc, chunks, slot, phase = tiled.multiply(
             chunks, tokens, memory, bars, slot, phase, row, next_row, more,
             at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
             CHUNKS, AHEAD, STAGES, BLOCK_N,
         )  # fmt: skip
-        gemm1.finish_tiled(
-            acc,
-            gl.load(out_factor + expert),
-            limit,
-            middle,
-            row,
-            tile % GROUPS,
-            rows,
-            CHUNKS_OUT * 128,
-            BLOCK_N,
-        )
-        sync.fence_proxies()
-        if sync.arrive(board_at + done + entry) == GROUPS - 1:
-            position = gl.atomic_add(board_at + TAIL2, 1, sem="relaxed", scope="gpu")
-            gl.atomic_xchg(board_at + queue2 + position, entry + 1, sem="release", scope="gpu")
+        finish(
+            acc, gl.load(out_factor + expert), row, tile % GROUPS, rows, entry, board_at, rest, BLOCK_N, GROUPS,
+            DONE, QUEUE2, COLUMNS_OUT, HIDDEN, FP8,
+        )  # fmt: skip
         tile, entry, row, at, expert, rows = next_tile, next_entry, next_row, next_at, next_expert, next_rows
     return tile, slot, phase
 
 
 @gluon.jit
-def _gemm2_tiles(
-    tile, entry, slot, phase, memory, bars, board_at, queue2, entries, num_tiles,
-    row_address, row_weight, tokens, units, out_factor,
-    HIDDEN: gl.constexpr, FP8: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+def _gemm(
+    tile, entry, slot, phase, narrow_slot, narrow_phase, memory, bars, narrow_memory, narrow_bars,
+    board_at, head, queue, entries, num_tiles, tokens, narrow_tokens, units, out_factor, finish, rest,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, NARROW_AHEAD: gl.constexpr, NARROW_STAGES: gl.constexpr,
+    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """The same for GEMM2, whose rows go to their sources."""
-    words_off, scales_off = tiled.thread_offsets()
-    row, at, expert, rows = _origin(units, entries, entry, tile % GROUPS, GROUPS, CHUNKS)
+    """_tiles in the width that the entry needs. Returns (next tile, states of both rings)."""
+    if _is_wide(gl.load(entries + entry * plan.ENTRY_WORDS + 2), BLOCK_N):
+        tile, slot, phase = _tiles(
+            tile, entry, True, slot, phase, memory, bars, board_at, head, queue, entries, num_tiles,
+            tokens, units, out_factor, finish, rest, CHUNKS, GROUPS, BLOCK_N, AHEAD, STAGES, BLOCK_N,
+            DONE, QUEUE2, COLUMNS_OUT, HIDDEN, FP8,
+        )  # fmt: skip
+    else:
+        if BLOCK_N > NARROW:
+            tile, narrow_slot, narrow_phase = _tiles(
+                tile, entry, False, narrow_slot, narrow_phase, narrow_memory, narrow_bars, board_at, head, queue,
+                entries, num_tiles, narrow_tokens, units, out_factor, finish, rest,
+                CHUNKS, GROUPS, BLOCK_N, NARROW_AHEAD, NARROW_STAGES, NARROW,
+                DONE, QUEUE2, COLUMNS_OUT, HIDDEN, FP8,
+            )  # fmt: skip
+    return tile, slot, phase, narrow_slot, narrow_phase
+
+
+@gluon.jit
+def _finish1(
+    acc, factor, row, group, rows, entry, board_at, rest, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
+    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """SwiGLU into GEMM2's operand; an entry whose last tile this is goes into GEMM2's queue."""
+    middle, limit = rest
+    gemm1.finish_tiled(acc, factor, limit, middle, row, group, rows, COLUMNS_OUT, BLOCK_N)
     sync.fence_proxies()
-    tiled.fill_ahead(tokens, memory, bars, slot, row, STAGES)
-    chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
-    while entry >= 0:
-        next_tile = _after(tile, board_at + HEAD2, GROUPS)
-        next_entry = _entry_of(board_at + queue2, next_tile, num_tiles, GROUPS)
-        more = next_entry >= 0
-        sync.fence_proxies()
-        next_row, next_at, next_expert, next_rows = _origin(
-            units, entries, gl.where(more, next_entry, entry), gl.where(more, next_tile, tile) % GROUPS, GROUPS, CHUNKS
-        )  # fmt: skip
-        acc, chunks, slot, phase = tiled.multiply(
-            chunks, tokens, memory, bars, slot, phase, row, next_row, more,
-            at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N,
-        )  # fmt: skip
-        gemm2.finish_tiled(
-            acc, gl.load(out_factor + expert), row_address, row_weight, row, tile % GROUPS, rows, HIDDEN, FP8
-        )
-        tile, entry, row, at, expert, rows = next_tile, next_entry, next_row, next_at, next_expert, next_rows
-    return tile, slot, phase
+    if sync.arrive(board_at + DONE + entry) == GROUPS - 1:
+        position = gl.atomic_add(board_at + TAIL2, 1, sem="relaxed", scope="gpu")
+        gl.atomic_xchg(board_at + QUEUE2 + position, entry + 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _finish2(
+    acc, factor, row, group, rows, entry, board_at, rest, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
+    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Result rows to their sources."""
+    row_address, row_weight = rest
+    gemm2.finish_tiled(acc, factor, row_address, row_weight, row, group, rows, HIDDEN, FP8)
 
 
 @gluon.jit
@@ -184,7 +190,7 @@ def _return_entries(
                 payload, row_slot, row_address, row_weight, block_info, first + item // PIECES, item % PIECES * 16,
                 unit, within, HIDDEN, ROW_BYTES, FP8,
             )  # fmt: skip
-        tile = _claim(board_at + HEAD1, 1)
+        tile = _claim(board_at + HEAD1)
         entry = _entry_of(board_at + queue1, tile, num_tiles, 1)
     return tile
 
@@ -277,7 +283,7 @@ def _sum(
 
 @gluon.jit(do_not_specialize=["own_rank"])
 def large_m_kernel(
-    control, bases, board_at, places, rows, image, middle, image_tokens, middle_tokens,
+    control, bases, board_at, places, rows, image, middle, image_tokens, middle_tokens, image_narrow, middle_narrow,
     row_slot, row_address, row_weight, block_info, entries,
     w13, w13_factor, w2, w2_factor, limit, own_rank,
     ARRIVED: gl.constexpr, DONE: gl.constexpr, QUEUE1: gl.constexpr, QUEUE2: gl.constexpr, TABLES: gl.constexpr,
@@ -285,11 +291,12 @@ def large_m_kernel(
     HIDDEN: gl.constexpr, ROW_BYTES: gl.constexpr, META_WORDS: gl.constexpr, COUNTS_WORDS: gl.constexpr,
     RESULT_STRIDE: gl.constexpr, RESULT_BYTES: gl.constexpr, SEND_WIDE: gl.constexpr, IMAGE_WIDE: gl.constexpr,
     SUM_BLOCKS: gl.constexpr, CHUNKS1: gl.constexpr, CHUNKS2: gl.constexpr, GROUPS1: gl.constexpr,
-    GROUPS2: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, FP8: gl.constexpr,
-    IDENTITY: gl.constexpr,
+    GROUPS2: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, NARROW_AHEAD: gl.constexpr,
+    NARROW_STAGES: gl.constexpr, FP8: gl.constexpr, IDENTITY: gl.constexpr,
 ):  # fmt: skip
     """board_at: see board.BoardLayout, whose offsets are ARRIVED to TABLES. places, rows: of the quantize launch.
-    image, middle: operands of GEMM1 and GEMM2, *_tokens their TMA descriptors. entries: int32 [entries, 4]."""
+    image, middle: operands of GEMM1 and GEMM2; *_tokens, *_narrow: their TMA descriptors for both widths of tiles.
+    entries: int32 [entries, 4]."""
     rank = gl.arange(0, NUM_RANKS, layout=LINE)
     lane = gl.arange(0, NUM_LANES, layout=LINE)
     place = gl.arange(0, NUM_PLACES, layout=BY_PLACE)[:, None]
@@ -309,8 +316,13 @@ def large_m_kernel(
     num_tiles2 = -1 if IDENTITY else num_entries * GROUPS2
     if not IDENTITY:
         memory, bars = tiled.empty_ring(image_tokens, STAGES)
+        narrow_memory, narrow_bars = tiled.ring_within(memory, image_narrow, NARROW_STAGES)
+        rest1 = (middle, limit)
+        rest2 = (row_address, row_weight)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    narrow_slot = gl.to_tensor(0)
+    narrow_phase = gl.to_tensor(0)
     helps = gl.program_id(0) % HELPER_SHARE == 0
     tile1 = gl.to_tensor(-1)
     tile2 = gl.to_tensor(-1)
@@ -325,7 +337,7 @@ def large_m_kernel(
         moved = (left == 0) & (held_src == NUM_RANKS) & (sending == 0)
         if (helps == 0) | moved:
             if tile1 < 0:
-                tile1 = _claim(board_at + HEAD1, FIRST_GROUPS)
+                tile1 = _claim(board_at + HEAD1)
             entry = _entry_of(board_at + QUEUE1, tile1, num_tiles1, FIRST_GROUPS)
             if entry >= 0:
                 worked = gl.to_tensor(1)
@@ -335,22 +347,26 @@ def large_m_kernel(
                         row_weight, block_info, own_rank, HIDDEN, ROW_BYTES, FP8,
                     )  # fmt: skip
                 else:
-                    tile1, slot, phase = _gemm1_tiles(
-                        tile1, entry, slot, phase, memory, bars, board_at, QUEUE1, QUEUE2, DONE, entries, num_tiles1,
-                        middle, image_tokens, w13, w13_factor, limit,
-                        CHUNKS1, CHUNKS2, GROUPS1, AHEAD, STAGES, BLOCK_N,
+                    tile1, slot, phase, narrow_slot, narrow_phase = _gemm(
+                        tile1, entry, slot, phase, narrow_slot, narrow_phase, memory, bars, narrow_memory, narrow_bars,
+                        board_at, board_at + HEAD1, board_at + QUEUE1, entries, num_tiles1,
+                        image_tokens, image_narrow, w13, w13_factor, _finish1, rest1,
+                        CHUNKS1, GROUPS1, AHEAD, STAGES, BLOCK_N, NARROW_AHEAD, NARROW_STAGES,
+                        DONE, QUEUE2, CHUNKS2 * 128, HIDDEN, FP8,
                     )  # fmt: skip
             if not IDENTITY:
                 if worked == 0:
                     if tile2 < 0:
-                        tile2 = _claim(board_at + HEAD2, GROUPS2)
+                        tile2 = _claim(board_at + HEAD2)
                     entry = _entry_of(board_at + QUEUE2, tile2, num_tiles2, GROUPS2)
                     if entry >= 0:
                         worked = gl.to_tensor(1)
-                        tile2, slot, phase = _gemm2_tiles(
-                            tile2, entry, slot, phase, memory, bars, board_at, QUEUE2, entries, num_tiles2,
-                            row_address, row_weight, middle_tokens, w2, w2_factor,
-                            HIDDEN, FP8, CHUNKS2, GROUPS2, AHEAD, STAGES, BLOCK_N,
+                        tile2, slot, phase, narrow_slot, narrow_phase = _gemm(
+                            tile2, entry, slot, phase, narrow_slot, narrow_phase, memory, bars, narrow_memory,
+                            narrow_bars, board_at, board_at + HEAD2, board_at + QUEUE2, entries, num_tiles2,
+                            middle_tokens, middle_narrow, w2, w2_factor, _finish2, rest2,
+                            CHUNKS2, GROUPS2, AHEAD, STAGES, BLOCK_N, NARROW_AHEAD, NARROW_STAGES,
+                            DONE, QUEUE2, CHUNKS2 * 128, HIDDEN, FP8,
                         )  # fmt: skip
         if worked == 0:
             if (held_src == NUM_RANKS) & (src < NUM_RANKS):

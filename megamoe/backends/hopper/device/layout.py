@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe.backends.hopper import board
 from megamoe.backends.hopper.device import flags, sync
 from megamoe.backends.hopper.device.count import COUNTS_OFFSET
 from megamoe.backends.hopper.device.index import (
@@ -14,6 +15,8 @@ from megamoe.backends.hopper.device.index import (
     ROWS_RECEIVED,
     write_entries,
 )
+
+NARROW = tl.constexpr(board.NARROW_ROWS)
 
 
 @triton.jit
@@ -66,7 +69,9 @@ def _lay_out_expert(
     if expert == 0:
         tl.store(first_row + 2 * EXPERTS_PER_RANK, tl.sum(cuts))
         tl.store(control + ROWS_RECEIVED, tl.sum(total).to(tl.int64))
-        tl.store(control + PADDED_ROWS, (tl.sum(cuts) * BLOCK_N - tl.sum(total)).to(tl.int64))
+        rest = total % BLOCK_N
+        saved = tl.where((rest > 0) & (rest <= NARROW) & (BLOCK_N > NARROW), BLOCK_N - NARROW, 0)
+        tl.store(control + PADDED_ROWS, (tl.sum(cuts * BLOCK_N - saved - total)).to(tl.int64))
 
 
 @triton.jit

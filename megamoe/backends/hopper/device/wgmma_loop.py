@@ -146,6 +146,19 @@ def empty_ring(tokens, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def ring_within(memory, tokens, STAGES: gl.constexpr):
+    """Another ring in the same memory, with stages half as wide: to be used only while the other one is idle."""
+    shape: gl.constexpr = [2 * memory.shape[0]] + tokens.block_shape
+    half = memory._reinterpret(gl.bfloat16, shape, tokens.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(bars.index(slot), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return half, bars
+
+
+@gluon.jit
 def fill_ahead(tokens, memory, bars, slot, row, STAGES: gl.constexpr):
     """Start the first STAGES - 1 copies of a tile into an idle ring, from `slot` on."""
     for stage in gl.static_range(STAGES - 1):
