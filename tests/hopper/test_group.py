@@ -1,16 +1,25 @@
-"""Ranks of one process find each other, or say who is missing; the door says what it needs."""
+"""Ranks find each other's memory, in one process or several, or say who is missing; the door says what it needs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from megamoe import Deployment, MoeShape, plan_bundle
+from megamoe import SHM_DIR, Deployment, MoeShape, plan_bundle
 from megamoe.backends import open_backend
 from megamoe.backends.hopper import group
-from megamoe.errors import ConfigError, PeerTimeoutError
+from megamoe.errors import ConfigError, HeapError, PeerTimeoutError
+
+
+@pytest.fixture
+def name() -> str:
+    return f"megamoe-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def join(name: str, rank: int, num_ranks: int = 4, fingerprint: str = "same", timeout_s: float = 20.0):
@@ -20,38 +29,77 @@ def join(name: str, rank: int, num_ranks: int = 4, fingerprint: str = "same", ti
     )
 
 
-def test_all_ranks_get_the_same_addresses() -> None:
+def left_behind(name: str) -> list[str]:
+    return [path.name for path in SHM_DIR.glob(name + "*")]
+
+
+def test_ranks_of_a_process_share_their_tensors(name: str) -> None:
     with ThreadPoolExecutor(4) as threads:
-        joined = list(threads.map(lambda rank: join("megamoe-group-a", rank), range(4)))
-    assert all(one is joined[0] for one in joined)
-    addresses = joined[0].addresses()
-    assert [joined[0].heaps[rank].data_ptr() for rank in range(4)] == addresses
-    assert len(set(addresses)) == 4
+        joined = list(threads.map(lambda rank: join(name, rank), range(4)))
+    assert len({tuple(one.addresses()) for one in joined}) == 1
+    assert [len(joined[0].heaps[rank]) for rank in range(4)] == [64, 65, 66, 67]
+    assert left_behind(name) == []
     for rank in range(4):
-        group.leave(joined[0], rank)
-    assert "megamoe-group-a" not in group._groups
+        group.leave(joined[rank], rank)
+    assert (name, 0) not in group._own
 
 
-def test_missing_ranks_are_named() -> None:
+def test_missing_ranks_are_named(name: str) -> None:
     with ThreadPoolExecutor(2) as threads:
-        futures = [threads.submit(join, "megamoe-group-b", rank, 4, "same", 0.2) for rank in (0, 3)]
+        futures = [threads.submit(join, name, rank, 4, "same", 0.3) for rank in (0, 3)]
         errors = [future.exception() for future in futures]
     assert all(isinstance(error, PeerTimeoutError) for error in errors)
-    assert {1, 2} <= set(errors[0].missing_ranks)
+    assert all({1, 2} <= set(error.missing_ranks) for error in errors)
+    assert left_behind(name) == []
 
 
-def test_a_rank_joins_once() -> None:
+def test_other_deployments_are_refused_on_all_ranks(name: str) -> None:
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(join, "megamoe-group-c", 0, 2)
-        while not group._groups.get("megamoe-group-c") or not group._groups["megamoe-group-c"].heaps:
+        futures = [threads.submit(join, name, rank, 2, f"digest{rank}") for rank in range(2)]
+        errors = [future.exception() for future in futures]
+    assert all(isinstance(error, ConfigError) for error in errors)
+    assert all("rank 0: digest0, rank 1: digest1" in str(error) for error in errors)
+
+
+def test_a_rank_joins_once(name: str) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(join, name, 0, 2)
+        while not left_behind(name):
             pass
-        with pytest.raises(ConfigError, match="rank must be one that group megamoe-group-c does not have"):
-            join("megamoe-group-c", 0, 2)
-        with pytest.raises(ConfigError, match="deployment of rank 1"):
-            join("megamoe-group-c", 1, 2, "other")
-        join("megamoe-group-c", 1, 2)
-        group.leave(first.result(), 0)
-        group.leave(first.result(), 1)
+        with pytest.raises(HeapError, match="exists already"):
+            join(name, 0, 2)
+        second = join(name, 1, 2)
+        assert first.result().addresses() == second.addresses()
+
+
+_PEER = """
+import sys, torch
+from megamoe.backends.hopper import group
+group.share = lambda heap: b"rank 1's"
+group.open_shared = lambda handle, rank: torch.zeros(len(handle), dtype=torch.uint8)
+joined = group.join(sys.argv[1], rank=1, num_ranks=2, fingerprint="same", heap=torch.zeros(7), timeout_s=20.0)
+print([len(joined.heaps[rank]) for rank in range(2)])
+"""
+
+
+def test_a_rank_of_another_process_is_reached_by_its_handle(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "share", lambda heap: b"of rank 0")
+    monkeypatch.setattr(
+        group, "open_shared", lambda handle, rank: torch.zeros(len(handle), dtype=torch.uint8)
+    )
+    with subprocess.Popen([sys.executable, "-c", _PEER, name], stdout=subprocess.PIPE, text=True) as peer:
+        joined = join(name, 0, 2)
+        said, _ = peer.communicate(timeout=30)
+    assert said.strip() == "[9, 7]"
+    assert [len(joined.heaps[rank]) for rank in range(2)] == [64, 8]
+
+
+def test_memory_that_cannot_be_shared_between_processes_is_refused() -> None:
+    assert group.share(torch.zeros(1)) == b""
+    with pytest.raises(ConfigError, match="heap of rank 3 must be device memory"):
+        group.open_shared(b"", 3)
 
 
 def test_the_door_says_what_is_not_here() -> None:

@@ -1,79 +1,168 @@
-"""Ranks that share one process: how they find each other and each other's memory.
+"""How the ranks of a group find each other's device memory: in one process, or one process a rank.
 
-Every rank has its own heap, stream and thread. Ranks are spread over the GPUs of the process; those that share a GPU
-run side by side, each on its share of the multiprocessors. One rank a process would need the same three things from
-elsewhere (heaps, addresses, agreement on the deployment) and nothing else from this backend.
+Every rank puts a card into shared memory, `<group_name>-device-<rank>`: its deployment, and how others reach its heap.
+A rank of the same process takes the tensor itself; one of another process opens a CUDA IPC handle, and its kernels
+then store over NVLink as before. Cards have no name any more once all ranks have read all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import threading
 import time
-from dataclasses import dataclass, field
+import uuid
+from dataclasses import dataclass
 
 import torch
 
-from megamoe.errors import ConfigError, PeerTimeoutError, must_be
+from megamoe.errors import ConfigError, HeapError, PeerTimeoutError, must_be
+from megamoe.shm import SharedSegment
 
+_MAGIC = 0x484F5050
+_READY = 64
+"""Byte of the first rank's word that says it has read this card."""
+_FINGERPRINT = slice(8, 40)
+_PROCESS = slice(96, 128)
+_LENGTH = slice(128, 136)
+_HANDLE = 136
+_CARD_BYTES = 4096
+_this_process = uuid.uuid4().hex
+_own: dict[tuple[str, int], torch.Tensor] = {}
 _lock = threading.Lock()
-_groups: dict[str, VirtualGroup] = {}
 
 
 @dataclass
-class VirtualGroup:
-    """All ranks of a group in this process. fingerprint: of the deployment, the same for all."""
+class DeviceGroup:
+    """The heaps of all ranks (uint8), each on its own device, in rank order."""
 
     name: str
-    num_ranks: int
-    fingerprint: str
-    heaps: dict[int, torch.Tensor] = field(default_factory=dict)
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    heaps: dict[int, torch.Tensor]
 
     def addresses(self) -> list[int]:
-        """Heap base of every rank, in rank order."""
-        return [self.heaps[rank].data_ptr() for rank in range(self.num_ranks)]
+        """Heap base of every rank as this process sees it, in rank order."""
+        return [self.heaps[rank].data_ptr() for rank in sorted(self.heaps)]
+
+
+def share(heap: torch.Tensor) -> bytes:
+    """What another process needs to open a heap; nothing for memory that only this process has."""
+    if heap.device.type != "cuda":
+        return b""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return pickle.dumps(reduce_tensor(heap))
+
+
+def open_shared(handle: bytes, rank: int) -> torch.Tensor:
+    """The heap of a rank of another process. Raises ConfigError where it did not share one."""
+    if not handle:
+        raise ConfigError(
+            must_be(f"heap of rank {rank}", "device memory, to be shared between processes", "not")
+        )
+    rebuild, arguments = pickle.loads(handle)
+    opened: torch.Tensor = rebuild(*arguments)
+    return opened
 
 
 def join(
     name: str, *, rank: int, num_ranks: int, fingerprint: str, heap: torch.Tensor, timeout_s: float
-) -> VirtualGroup:
-    """Bring a rank's heap into the group; returns when all ranks have brought theirs.
+) -> DeviceGroup:
+    """Bring a rank's heap into the group; returns when all ranks have brought theirs and read the others'.
 
-    Raises ConfigError (rank taken, or another deployment), PeerTimeoutError naming ranks that did not come.
+    name: "megamoe-...", the same on all ranks. Raises ConfigError (ranks with another deployment, on all alike),
+    HeapError (the rank is taken), PeerTimeoutError naming ranks that did not come within timeout_s.
     """
-    with _lock:
-        group = _groups.setdefault(name, VirtualGroup(name, num_ranks, fingerprint))
-    if group.fingerprint != fingerprint:
-        raise ConfigError(
-            must_be(f"deployment of rank {rank}", f"the group's ({group.fingerprint})", fingerprint)
-        )
-    deadline_s = time.monotonic() + timeout_s
-    with group.changed:
-        if rank in group.heaps:
-            raise ConfigError(must_be("rank", f"one that group {name} does not have yet", rank))
-        group.heaps[rank] = heap
-        group.changed.notify_all()
-        while len(group.heaps) < num_ranks:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not group.changed.wait(left_s):
-                missing = [peer for peer in range(num_ranks) if peer not in group.heaps]
-                _remove(group, rank)
-                raise PeerTimeoutError(
-                    f"ranks {missing} of group {name} did not open within {timeout_s} s (rank {rank})",
-                    missing,
-                )
-    return group
-
-
-def leave(group: VirtualGroup, rank: int) -> None:
-    """Take a rank's heap out; the last one ends the group. Its kernels must have finished."""
-    with group.changed:
-        _remove(group, rank)
-
-
-def _remove(group: VirtualGroup, rank: int) -> None:
-    group.heaps.pop(rank, None)
-    if not group.heaps:
+    deadline = time.monotonic() + timeout_s
+    cards: list[SharedSegment] = []
+    own = SharedSegment.create(f"{name}-device-{rank}", _CARD_BYTES)
+    try:
         with _lock:
-            if _groups.get(group.name) is group:
-                del _groups[group.name]
+            _own[name, rank] = heap
+        _fill(own, fingerprint, share(heap))
+        return _read_all(name, rank, num_ranks, own, cards, deadline, timeout_s)
+    except BaseException:
+        _forget(name, rank)
+        raise
+    finally:
+        own.unlink()
+        for card in (own, *cards):
+            with contextlib.suppress(BufferError):
+                card.close()
+
+
+def leave(group: DeviceGroup, rank: int) -> None:
+    """Let all heaps go. This rank's kernels must have finished."""
+    group.heaps = {}
+    _forget(group.name, rank)
+
+
+def _forget(name: str, rank: int) -> None:
+    with _lock:
+        _own.pop((name, rank), None)
+
+
+def _fill(card: SharedSegment, fingerprint: str, handle: bytes) -> None:
+    card.buf[_FINGERPRINT] = fingerprint.ljust(_FINGERPRINT.stop - _FINGERPRINT.start).encode()
+    card.buf[_PROCESS] = _this_process.encode()
+    card.buf[_LENGTH] = len(handle).to_bytes(8, "little")
+    card.buf[_HANDLE : _HANDLE + len(handle)] = handle
+    magic = card.word(0)
+    magic.store(_MAGIC)
+    magic.wake_all()
+
+
+def _read_all(
+    name: str,
+    rank: int,
+    num_ranks: int,
+    own: SharedSegment,
+    cards: list[SharedSegment],
+    deadline: float,
+    timeout_s: float,
+) -> DeviceGroup:
+    """Read every rank's card, say so on it, and wait until everybody has read this one."""
+
+    def left_s() -> float:
+        return max(deadline - time.monotonic(), 0.0)
+
+    missing: list[int] = []
+    found: dict[int, SharedSegment] = {}
+    for peer in range(num_ranks):
+        try:
+            card = own if peer == rank else SharedSegment.attach(f"{name}-device-{peer}", timeout_s=left_s())
+        except HeapError:
+            missing.append(peer)
+            continue
+        if card is not own:
+            cards.append(card)
+        found[peer] = card
+        if not card.word(0).wait_while(0, left_s()):
+            missing.append(peer)
+    said = {peer: bytes(card.buf[_FINGERPRINT]).decode().strip() for peer, card in found.items()}
+    alike = len(set(said.values())) == 1
+    heaps = (
+        {peer: _heap_of(name, peer, card) for peer, card in found.items()} if alike and not missing else {}
+    )
+    for card in found.values() if not missing else ():
+        word = card.word(_READY + 4 * rank)
+        word.store(_MAGIC)
+        word.wake_all()
+    missing = missing or [
+        peer for peer in range(num_ranks) if not own.word(_READY + 4 * peer).wait_while(0, left_s())
+    ]
+    if missing:
+        raise PeerTimeoutError(
+            f"ranks {missing} of group {name} did not open within {timeout_s} s (rank {rank} waited)", missing
+        )
+    if not alike:
+        each = ", ".join(f"rank {peer}: {text}" for peer, text in said.items())
+        raise ConfigError(must_be("deployment", "equal on all ranks", each))
+    return DeviceGroup(name, heaps)
+
+
+def _heap_of(name: str, peer: int, card: SharedSegment) -> torch.Tensor:
+    if bytes(card.buf[_PROCESS]).decode() == _this_process:
+        with _lock:
+            return _own[name, peer]
+    length = int.from_bytes(card.buf[_LENGTH], "little")
+    return open_shared(bytes(card.buf[_HANDLE : _HANDLE + length]), peer)
