@@ -2,7 +2,8 @@
 
 packing: weights in tensor-core order. plan, record, buffers: what is launched with which tables, in which memory.
 device: the kernels, one file a stage, and their flags;
-references: the same stages in torch. kernels: launches. group, backend: ranks and the door. lockstep, selftest,
+references: the same stages in torch. kernels: launches. board: how large_m hands out work. served, call, graphs:
+what is served, sub-steps under way and captured ones. group, backend: ranks and the door. lockstep, selftest,
 bench: tests on a GPU; floors, baseline: what times are compared with. docs/hopper.md says how fast it is and why.
 
 Nothing here imports Triton before a GPU backend is opened.
@@ -55,7 +56,7 @@ def _backend() -> Any:
 def open_backend(
     bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
 ) -> HopperBackend:
-    """Open rank `rank` in this process; returns when all ranks have opened, each from a thread of its own.
+    """Open rank `rank`; returns when all ranks have opened, each in a process or a thread of its own.
 
     Raises ConfigError (no Triton, no Hopper GPU, settings that this backend does not serve), HeapError,
     PeerTimeoutError.

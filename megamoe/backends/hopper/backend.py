@@ -1,4 +1,4 @@
-"""HopperBackend: one rank on an NVIDIA H100/H200, in one process with all others.
+"""HopperBackend: one rank on an NVIDIA H100/H200.
 
 A sub-step is a fixed sequence of kernels on the rank's own stream. Nothing synchronises with the host between `begin`
 and `finish`: row counts, work lists and failures live on the device. `finish` waits for the stream and reads the
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,23 +17,25 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.hopper import group as groups
 from megamoe.backends.hopper import record
-from megamoe.backends.hopper.board import SECTIONS, plan_large_m
+from megamoe.backends.hopper.board import SECTIONS
 from megamoe.backends.hopper.buffers import (
     BoundLayer,
     RankBuffers,
     allocate_heap,
     control_words,
     exchanges_counts,
-    packs_densely,
 )
+from megamoe.backends.hopper.call import LAUNCH, STAGES, Call
 from megamoe.backends.hopper.expert import expert_rows
+from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
-from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms, plan_small_m
+from megamoe.backends.hopper.plan import devices_of_ranks
 from megamoe.backends.hopper.record import Word
+from megamoe.backends.hopper.served import check_served, gemm_plan, gemm_plans, reach_peers
 from megamoe.backends.hopper.staging import Staging
-from megamoe.batch import Counters, MoeBatch, StageTimes, SubStepReport
-from megamoe.bundle import Bundle, Deployment, Path, RowFormat
+from megamoe.batch import Counters, MoeBatch, SubStepReport
+from megamoe.bundle import Bundle, Path, RowFormat
 from megamoe.errors import (
     BindingError,
     ConfigError,
@@ -47,71 +48,11 @@ from megamoe.errors import (
 from megamoe.layout import FlagKind, plan_layout
 from megamoe.weights import LayerWeights
 
-STAGES: dict[Path, tuple[str, ...]] = {
-    Path.SMALL_M: ("small_m",),
-    Path.FIXED_SLOT: ("dispatch", "gemm1", "gemm2", "combine"),
-    Path.LARGE_M: ("quantize", "large_m"),
-    Path.COMPACT: ("prepare", "dispatch", "gemm1", "gemm2", "combine"),
-}
-MAX_HIDDEN = 8192
-"""Widest row that every path's kernels were written for."""
 _FLAG_BYTES = 8
 
 
 _warming = threading.Lock()
 """Ranks of one process compile in turn: the first one does the work, the others find it done."""
-
-
-def check_served(deployment: Deployment) -> None:
-    """Raises ConfigError for settings that this backend does not serve."""
-    if deployment.combine_row_format is RowFormat.AUTO:
-        raise ConfigError(
-            must_be("combine_row_format on hopper", "bf16 or fp8", deployment.combine_row_format)
-        )
-    if deployment.shape.activation != "silu":
-        raise ConfigError(must_be("activation on hopper", "silu", deployment.shape.activation))
-    if deployment.shape.hidden > MAX_HIDDEN:
-        raise ConfigError(must_be("hidden on hopper", f"at most {MAX_HIDDEN}", deployment.shape.hidden))
-
-
-def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Let kernels on `device` store into the heaps of other GPUs. Raises ConfigError where there is no peer access."""
-    for heap in heaps:
-        if heap.device == device:
-            continue
-        if not torch.cuda.can_device_access_peer(device, heap.device):
-            raise ConfigError(must_be(f"peer access from {device} to {heap.device}", "possible", "none"))
-        # torch switches peer access on at the first copy between two devices.
-        torch.empty(1, dtype=torch.uint8, device=device).copy_(heap[:1])
-    torch.cuda.synchronize(device)
-
-
-def gemm_plan(bundle: Bundle, path: Path, max_rows: int) -> GemmPlan:
-    """The GEMMs of a sub-step with an agreed maximum of rows a rank.
-
-    Where large_m may serve instead, all rows go to the tiled kernel, so that both paths have the same bits.
-    """
-    deployment = bundle.deployment
-    plan = {Path.SMALL_M: plan_small_m, Path.LARGE_M: plan_large_m}.get(path, plan_gemms)
-    gemms = plan(
-        bundle.shape,
-        max_rows,
-        batch_invariant=deployment.batch_invariant,
-        fp8_rows=deployment.combine_row_format is RowFormat.FP8,
-    )
-    if (
-        path is not Path.SMALL_M
-        and bundle.capacities(Path.LARGE_M)
-        and max_rows >= deployment.large_m_min_tokens
-    ):
-        gemms = replace(gemms, stream_max_rows=0)
-    return gemms
-
-
-def gemm_plans(bundle: Bundle, path: Path) -> list[GemmPlan]:
-    """All that sub-steps of this deployment can have on a path, in order of rows."""
-    most = max(bundle.capacities(path), default=0)
-    return list(dict.fromkeys(gemm_plan(bundle, path, rows) for rows in range(1, most + 1)))
 
 
 class HopperBackend:
@@ -141,8 +82,7 @@ class HopperBackend:
         device = Device(properties.multi_processor_count, devices.count(devices[rank]))
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
-            small_m = gemm_plans(bundle, Path.SMALL_M) if bundle.deployment.small_m_enabled else ()
-            large_m = gemm_plans(bundle, Path.LARGE_M) if bundle.deployment.large_m_enabled else ()
+            small_m, large_m = gemm_plans(bundle, Path.SMALL_M), gemm_plans(bundle, Path.LARGE_M)
             staged = {path: bundle.capacities(path) for path in (Path.FIXED_SLOT, Path.COMPACT)}
             self.kernels.warm_up(gemm_plans(bundle, Path.COMPACT), staged, small_m, large_m)
         self._group = groups.join(
@@ -156,10 +96,13 @@ class HopperBackend:
         reach_peers(self._group.heaps.values(), self.device)
         self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
         self.stream = torch.cuda.Stream(self.device)
+        # Instantiating a graph may wait for the device, and so for a kernel of a peer that waits for this rank.
+        alone = device.num_virtual_ranks == 1
+        self.graphs = StepGraphs(self.stream) if alone else None
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots
         self._control_host = torch.zeros(record.NUM_WORDS, dtype=torch.int64, pin_memory=True)
         self._status_host = torch.zeros(record.NUM_WORDS, dtype=torch.int64, pin_memory=True)
-        self._call: _Call | None = None
+        self._call: Call | None = None
         self._closed = False
 
     # ------------------------------------------------------------------------------------------- binding
@@ -189,6 +132,9 @@ class HopperBackend:
     def _swap(self, slot_idx: int, layer: BoundLayer) -> None:
         old = self._layers[slot_idx]
         version = 0 if old is None else old.version + 1
+        if self.graphs is not None:
+            # Of launches that have finished: one thread owns this backend, and finish waits for the stream.
+            self.graphs.forget(slot_idx)
         self._layers[slot_idx] = BoundLayer(layer.w13, layer.w2, version)
 
     def _check_slot(self, slot_idx: int) -> None:
@@ -215,16 +161,32 @@ class HopperBackend:
             left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), 1_000_000)
             words = control_words(self.buffers.layout, launch, on_device, out_dev, left_ns)
             self._control_host.copy_(torch.tensor(words, dtype=torch.int64))
-            self.buffers.control.copy_(self._control_host, non_blocking=True)
         gemms = gemm_plan(self.bundle, launch.sub_step.path, launch.sub_step.max_rows)
-        self._call = _Call(launch, layer, on_device, out, out_dev, gemms)
-        self._call.mark(self.stream, "begin")
+        call = self._call = Call(launch, layer, on_device, out, out_dev, gemms)
+        call.mark(self.stream, "begin")
+        if self.graphs is not None and call.graph_key is not None:
+            self.graphs.replay(call.graph_key, partial(self._launch_all, call))
+            call.in_graph = True
+        else:
+            with torch.cuda.stream(self.stream):
+                self._send_control()
+
+    def _send_control(self) -> None:
+        self.buffers.control.copy_(self._control_host, non_blocking=True)
+
+    def _launch_all(self, call: Call) -> None:
+        self._send_control()
+        for stage in STAGES[call.launch.sub_step.path]:
+            LAUNCH[stage](self.kernels, call)
 
     def launch(self, stage: str) -> None:
+        """One stage; of a sub-step that is a captured graph, nothing is left to do."""
         call = self._running()
         call.num_launches += 1
+        if call.in_graph:
+            return
         with torch.cuda.stream(self.stream):
-            _LAUNCH[stage](self.kernels, call)
+            LAUNCH[stage](self.kernels, call)
         call.mark(self.stream, stage)
 
     def finish(self) -> SubStepReport:
@@ -261,7 +223,7 @@ class HopperBackend:
                 f"ranks {refusing} refused the call of slot {launch.slot_idx}, epoch {launch.epoch}", refusing
             )
 
-    def _report(self, call: _Call, status: list[int]) -> SubStepReport:
+    def _report(self, call: Call, status: list[int]) -> SubStepReport:
         sub_step = call.launch.sub_step
         counted = exchanges_counts(sub_step.path)
         shape = self.bundle.shape
@@ -302,7 +264,7 @@ class HopperBackend:
             self.kernels.abort()
         self.stream.synchronize()
 
-    def _running(self) -> _Call:
+    def _running(self) -> Call:
         if self._call is None:
             raise InternalError("no sub-step is under way: begin comes first; this is a bug")
         return self._call
@@ -314,99 +276,8 @@ class HopperBackend:
         self.stream.synchronize()
         groups.leave(self._group, self.rank)
         self._layers = []
-
-
-class _Call:
-    """The sub-step under way: its tensors are kept until its kernels have finished."""
-
-    def __init__(
-        self,
-        launch: Launch,
-        layer: BoundLayer,
-        batch: MoeBatch,
-        out: torch.Tensor,
-        out_dev: torch.Tensor,
-        gemms: GemmPlan,
-    ) -> None:
-        self.launch = launch
-        self.layer = layer
-        self.batch = batch
-        self.out = out
-        self.out_dev = out_dev
-        self.gemms = gemms
-        self.num_launches = 0
-        self.marks: list[tuple[str, torch.cuda.Event]] = []
-
-    @property
-    def compact(self) -> bool:
-        return packs_densely(self.launch.sub_step.path)
-
-    def mark(self, stream: torch.cuda.Stream, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        self.marks.append((name, event))
-
-    def times(self) -> StageTimes:
-        """Between the marks; waiting for peers is inside the stage that waits. Of one launch, the total alone."""
-        spent: dict[str, float] = {}
-        for (_, before), (name, after) in zip(self.marks, self.marks[1:], strict=False):
-            field = "dispatch_us" if name == "prepare" else f"{name}_us"
-            if name not in ("end", "small_m", "large_m"):
-                spent[field] = spent.get(field, 0.0) + before.elapsed_time(after) * 1e3
-        total_us = self.marks[0][1].elapsed_time(self.marks[-1][1]) * 1e3
-        return StageTimes(**spent, total_us=total_us)
-
-
-def _small_m(kernels: Kernels, call: _Call) -> None:
-    kernels.small_m(call.layer, call.gemms)
-
-
-def _quantize(kernels: Kernels, call: _Call) -> None:
-    kernels.quantize(call.launch.sub_step.max_rows)
-
-
-def _large_m(kernels: Kernels, call: _Call) -> None:
-    kernels.large_m(call.layer, call.gemms)
-
-
-def _prepare(kernels: Kernels, call: _Call) -> None:
-    kernels.prepare()
-
-
-def _dispatch(kernels: Kernels, call: _Call) -> None:
-    quantized = call.batch.hidden_states_sf is not None
-    kernels.dispatch(call.launch.sub_step.max_rows, compact=call.compact, quantized=quantized)
-    kernels.index(call.gemms, call.launch.sub_step.runtime_capacity, compact=call.compact)
-    if call.layer.w13 is not None:
-        kernels.expand()
-
-
-def _gemm1(kernels: Kernels, call: _Call) -> None:
-    if call.layer.w13 is not None:
-        kernels.gemm1(call.layer, call.gemms)
-
-
-def _gemm2(kernels: Kernels, call: _Call) -> None:
-    if call.layer.w13 is None:
-        kernels.identity()
-    else:
-        kernels.gemm2(call.layer, call.gemms)
-
-
-def _combine(kernels: Kernels, call: _Call) -> None:
-    kernels.combine(call.launch.sub_step.max_rows)
-
-
-_LAUNCH: dict[str, Callable[[Kernels, _Call], None]] = {
-    "small_m": _small_m,
-    "quantize": _quantize,
-    "large_m": _large_m,
-    "prepare": _prepare,
-    "dispatch": _dispatch,
-    "gemm1": _gemm1,
-    "gemm2": _gemm2,
-    "combine": _combine,
-}
+        self.graphs = None
+        self.graphs = None
 
 
 def _ranks(mask: int) -> list[int]:

@@ -20,7 +20,6 @@ import torch
 
 from megamoe.backends import Launch
 from megamoe.backends.hopper import separate_queues
-from megamoe.backends.hopper.backend import reach_peers
 from megamoe.backends.hopper.board import plan_large_m
 from megamoe.backends.hopper.buffers import (
     BoundLayer,
@@ -34,6 +33,7 @@ from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
 from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks, plan_gemms, plan_small_m
 from megamoe.backends.hopper.record import FIRST_STATUS, NUM_WORDS, Word
+from megamoe.backends.hopper.served import reach_peers
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Deployment, Path, RowFormat, plan_bundle
 from megamoe.layout import plan_layout

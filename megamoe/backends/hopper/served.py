@@ -1,0 +1,68 @@
+"""What this backend serves, and with which GEMMs: questions that are answered before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from megamoe.backends.hopper.board import plan_large_m
+from megamoe.backends.hopper.plan import GemmPlan, plan_gemms, plan_small_m
+from megamoe.bundle import Bundle, Deployment, Path, RowFormat
+from megamoe.errors import ConfigError, must_be
+
+MAX_HIDDEN = 8192
+"""Widest row that every path's kernels were written for."""
+
+
+def check_served(deployment: Deployment) -> None:
+    """Raises ConfigError for settings that this backend does not serve."""
+    if deployment.combine_row_format is RowFormat.AUTO:
+        raise ConfigError(
+            must_be("combine_row_format on hopper", "bf16 or fp8", deployment.combine_row_format)
+        )
+    if deployment.shape.activation != "silu":
+        raise ConfigError(must_be("activation on hopper", "silu", deployment.shape.activation))
+    if deployment.shape.hidden > MAX_HIDDEN:
+        raise ConfigError(must_be("hidden on hopper", f"at most {MAX_HIDDEN}", deployment.shape.hidden))
+
+
+def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Let kernels on `device` store into the heaps of other GPUs. Raises ConfigError where there is no peer access."""
+    for heap in heaps:
+        if heap.device == device:
+            continue
+        if not torch.cuda.can_device_access_peer(device, heap.device):
+            raise ConfigError(must_be(f"peer access from {device} to {heap.device}", "possible", "none"))
+        # torch switches peer access on at the first copy between two devices.
+        torch.empty(1, dtype=torch.uint8, device=device).copy_(heap[:1])
+    torch.cuda.synchronize(device)
+
+
+def gemm_plan(bundle: Bundle, path: Path, max_rows: int) -> GemmPlan:
+    """The GEMMs of a sub-step with an agreed maximum of rows a rank.
+
+    Where large_m may serve instead, all rows go to the tiled kernel, so that both paths have the same bits.
+    """
+    deployment = bundle.deployment
+    plan = {Path.SMALL_M: plan_small_m, Path.LARGE_M: plan_large_m}.get(path, plan_gemms)
+    gemms = plan(
+        bundle.shape,
+        max_rows,
+        batch_invariant=deployment.batch_invariant,
+        fp8_rows=deployment.combine_row_format is RowFormat.FP8,
+    )
+    if (
+        path is not Path.SMALL_M
+        and bundle.capacities(Path.LARGE_M)
+        and max_rows >= deployment.large_m_min_tokens
+    ):
+        gemms = replace(gemms, stream_max_rows=0)
+    return gemms
+
+
+def gemm_plans(bundle: Bundle, path: Path) -> list[GemmPlan]:
+    """All that sub-steps of this deployment can have on a path, in order of rows."""
+    most = max(bundle.capacities(path), default=0)
+    return list(dict.fromkeys(gemm_plan(bundle, path, rows) for rows in range(1, most + 1)))

@@ -1,0 +1,79 @@
+"""What the backend serves, with which kernels, and what a captured graph depends on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamoe import Deployment, MoeShape, Path, RowFormat, plan_bundle
+from megamoe.backends import Launch
+from megamoe.backends.hopper import served
+from megamoe.backends.hopper.buffers import BoundLayer
+from megamoe.backends.hopper.call import Call
+from megamoe.batch import MoeBatch
+from megamoe.errors import ConfigError
+from megamoe.path import SubStep
+
+SHAPE = MoeShape(hidden=96, intermediate=64, num_experts=16, num_topk=4, num_ranks=2)
+DEPLOYMENT = Deployment(
+    shape=SHAPE,
+    backend="hopper",
+    max_tokens_per_rank=128,
+    fixed_slot_max=64,
+    small_m_capacities=(32,),
+    large_m_capacity=128,
+    large_m_min_tokens=40,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"combine_row_format": RowFormat.AUTO}, "combine_row_format on hopper must be bf16 or fp8"),
+        ({"shape": replace(SHAPE, activation="gelu")}, "activation on hopper must be silu"),
+        ({"shape": replace(SHAPE, hidden=16384)}, "hidden on hopper must be at most 8192"),
+    ],
+)
+def test_what_is_not_served_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        served.check_served(replace(DEPLOYMENT, **change))
+
+
+def test_all_four_paths_are_served() -> None:
+    served.check_served(replace(DEPLOYMENT, small_m_enabled=True, large_m_enabled=True))
+    assert all(served.gemm_plans(plan_bundle(DEPLOYMENT), path) for path in Path)
+
+
+def test_compact_multiplies_as_large_m_does_where_that_may_serve() -> None:
+    bundle = plan_bundle(DEPLOYMENT)
+    least = DEPLOYMENT.large_m_min_tokens
+    assert served.gemm_plan(bundle, Path.COMPACT, least).stream_max_rows == 0
+    assert served.gemm_plan(bundle, Path.LARGE_M, least).stream_max_rows == 0
+    assert served.gemm_plan(bundle, Path.COMPACT, 1).stream_max_rows > 0
+    without = plan_bundle(replace(DEPLOYMENT, large_m_capacity=256))
+    assert served.gemm_plan(without, Path.COMPACT, least).stream_max_rows > 0
+
+
+def test_graphs_are_of_a_binding_a_path_and_a_bucket() -> None:
+    bundle = plan_bundle(DEPLOYMENT)
+
+    def key(rows: int = 25, path: Path = Path.FIXED_SLOT, slot: int = 0, version: int = 0):
+        sub_step = SubStep(
+            sub_step_idx=0, start_row=0, stop_row=rows, path=path, runtime_capacity=64, num_rows_per_rank=(rows, 0)
+        )  # fmt: skip
+        launch = Launch(
+            slot_idx=slot, epoch=5, buffer_idx=1, sub_step=sub_step, closing=False, refused=False, deadline_s=0.0
+        )  # fmt: skip
+        layer, out = BoundLayer(None, None, version), torch.empty(0)
+        return Call(
+            launch, layer, MoeBatch.empty(SHAPE), out, out, served.gemm_plan(bundle, path, rows)
+        ).graph_key
+
+    assert key(25) == key(32)
+    assert key(25) is not None
+    others = [key(17), key(33), key(slot=1), key(version=1), key(path=Path.SMALL_M)]
+    assert len({key(25), *others}) == 6
+    assert key(path=Path.COMPACT) is None
+    assert key(path=Path.LARGE_M) is None
