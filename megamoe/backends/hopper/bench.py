@@ -43,6 +43,8 @@ from megamoe.shape import MoeShape, preset
 
 SMALL_PATHS = (Path.SMALL_M, Path.FIXED_SLOT, Path.COMPACT)
 LARGE_PATHS = (Path.LARGE_M, Path.COMPACT)
+CAPACITIES = (512, 8192)
+"""Of the groups that time decode and prefill."""
 _PLANS = {Path.SMALL_M: plan_small_m, Path.LARGE_M: plan_large_m}
 
 
@@ -133,6 +135,20 @@ class Timing:
         )
 
 
+def deployment_of(shape: MoeShape, capacity: int, row_format: RowFormat = RowFormat.BF16) -> Deployment:
+    """What is timed for steps of up to `capacity` tokens a rank."""
+    return Deployment(
+        shape=shape,
+        backend="hopper",
+        max_tokens_per_rank=capacity,
+        fixed_slot_max=min(capacity, CAPACITIES[0]),
+        small_m_capacities=(min(capacity, CAPACITIES[0]),),
+        large_m_capacity=capacity,
+        large_m_min_tokens=min(capacity, 1024),
+        combine_row_format=row_format,
+    )
+
+
 class GroupBench:
     """All ranks of a group in this process, with weights, and launches that can be captured.
 
@@ -141,17 +157,7 @@ class GroupBench:
 
     def __init__(self, shape: MoeShape, capacity: int, row_format: RowFormat = RowFormat.BF16) -> None:
         self.shape = shape
-        self.bundle = plan_bundle(
-            Deployment(
-                shape=shape,
-                backend="hopper",
-                max_tokens_per_rank=capacity,
-                fixed_slot_max=capacity,
-                large_m_capacity=capacity,
-                large_m_min_tokens=min(capacity, 1024),
-                combine_row_format=row_format,
-            )
-        )
+        self.bundle = plan_bundle(deployment_of(shape, capacity, row_format))
         layout = plan_layout(self.bundle, num_slots=1)
         numbers = devices_of_ranks(shape.num_ranks, torch.cuda.device_count())
         self.devices = [torch.device("cuda", number) for number in numbers]
@@ -369,11 +375,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     separate_queues()
     shape = ranks_of(preset(chosen.shape), chosen.ranks)
     timings = []
-    for capacity in sorted({512 if tokens <= 512 else 8192 for tokens in chosen.tokens}):
+    for capacity in CAPACITIES:
+        sizes = [t for t in chosen.tokens if (t <= CAPACITIES[0]) == (capacity == CAPACITIES[0])]
+        if not sizes:
+            continue
         group = GroupBench(shape, capacity)
-        for tokens in chosen.tokens:
-            if (tokens <= 512) != (capacity == 512):
-                continue
+        for tokens in sizes:
             for path in SMALL_PATHS if tokens <= 512 else LARGE_PATHS:
                 for distribution in chosen.distributions:
                     timings.append(bench_layer(group, tokens, path, distribution))

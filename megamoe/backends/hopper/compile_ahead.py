@@ -1,0 +1,146 @@
+"""Compile kernels ahead of time, all at once and without a GPU, into Triton's cache.
+
+`python -m megamoe.backends.hopper.compile_ahead --for selftest bench --ranks 8` does on all cores what opening a group
+would do kernel after kernel. A kernel is compiled by the call that launches it, on tensors without memory, with
+launching left out: nothing here can go out of step with the launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.backends.hopper.plan import devices_of_ranks
+from megamoe.bundle import Deployment, Path, RowFormat, plan_bundle
+from megamoe.shape import preset
+
+_NUM_SMS = 132
+_CAPABILITY = 90
+_SMALL_M_PARTS = 6
+"""More than small_m has plans: a part beyond the last compiles nothing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process's share of a deployment's kernels. part: staged, large_m, or the number of a plan of small_m."""
+
+    deployment: Deployment
+    num_virtual_ranks: int
+    part: str | int
+
+
+class _Target:
+    """Stands in for Triton's driver."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", _CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """In here a launch compiles its kernel for sm_90 and launches nothing. For processes that do nothing else: Triton
+    keeps the stand-in for its driver."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    driver.set_active(_Target())
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+def compile_job(job: Job) -> float:
+    """Seconds that it took."""
+    from megamoe.backends.hopper.buffers import RankBuffers
+    from megamoe.backends.hopper.kernels import Device, Kernels
+    from megamoe.backends.hopper.served import gemm_plans
+    from megamoe.layout import plan_layout
+
+    started = time.monotonic()
+    bundle = plan_bundle(job.deployment)
+    layout = plan_layout(bundle, num_slots=1)
+    buffers = RankBuffers(layout, rank=0, heap_addresses=[0] * layout.num_ranks, device=torch.device("meta"))
+    device = Device(_NUM_SMS, job.num_virtual_ranks)
+    kernels = Kernels(buffers, device, job.deployment.combine_row_format)
+    staged = {path: bundle.capacities(path) for path in (Path.COMPACT, Path.FIXED_SLOT)}
+    with only_compiling():
+        if job.part == "staged":
+            kernels.warm_up(gemm_plans(bundle, Path.COMPACT), staged)
+        elif job.part == "large_m":
+            kernels.warm_up((), {}, (), gemm_plans(bundle, Path.LARGE_M))
+        else:
+            plans = gemm_plans(bundle, Path.SMALL_M)
+            part = int(job.part)
+            kernels.warm_up((), {}, plans[part : part + 1])
+    return time.monotonic() - started
+
+
+def jobs_of(deployment: Deployment, num_devices: int) -> list[Job]:
+    ranks = deployment.shape.num_ranks
+    devices = devices_of_ranks(ranks, num_devices)
+    parts: list[str | int] = ["staged", "large_m", *range(_SMALL_M_PARTS)]
+    return [Job(deployment, devices.count(0), part) for part in parts]
+
+
+def compile_all(jobs: Sequence[Job]) -> None:
+    """On all cores; raises the first error of a job."""
+    # Spawned: nothing of this process's threads, and no CUDA context, goes along.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=context) as pool:
+        list(pool.map(compile_job, jobs))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from megamoe.backends.hopper import bench, selftest
+    from megamoe.backends.hopper.floors import ranks_of
+
+    parser = argparse.ArgumentParser(description="compile the Hopper backend's kernels, without a GPU")
+    parser.add_argument("--for", dest="uses", nargs="+", choices=["selftest", "bench"], default=["bench"])
+    parser.add_argument("--shape", default="deepseek-v4-pro", help="of the bench")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=8, help="GPUs that the ranks will share")
+    parser.add_argument("--row-formats", nargs="+", type=RowFormat, default=[RowFormat.BF16])
+    chosen = parser.parse_args(arguments)
+    deployments = []
+    for row_format in chosen.row_formats:
+        if "selftest" in chosen.uses:
+            shapes = [shape.with_ranks(chosen.ranks) for shape in (selftest.SHAPE, selftest.ODD_SHAPE)]
+            deployments += [selftest.deployment_of(shape, row_format) for shape in shapes]
+        if "bench" in chosen.uses:
+            shape = ranks_of(preset(chosen.shape), chosen.ranks)
+            deployments += [bench.deployment_of(shape, capacity, row_format) for capacity in bench.CAPACITIES]
+    started = time.monotonic()
+    jobs = [job for deployment in deployments for job in jobs_of(deployment, chosen.devices)]
+    compile_all(jobs)
+    print(f"compiled for {len(deployments)} deployments in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
