@@ -76,7 +76,7 @@ _PEER = """
 import sys, torch
 from megamoe.backends.hopper import group
 group.share = lambda heap: b"rank 1's"
-group.open_shared = lambda handle, rank: torch.zeros(len(handle), dtype=torch.uint8)
+group.open_shared = lambda handle, rank, device: torch.zeros(len(handle), dtype=torch.uint8)
 joined = group.join(sys.argv[1], rank=1, num_ranks=2, fingerprint="same", heap=torch.zeros(7), timeout_s=20.0)
 print([len(joined.heaps[rank]) for rank in range(2)])
 """
@@ -87,7 +87,7 @@ def test_a_rank_of_another_process_is_reached_by_its_handle(
 ) -> None:
     monkeypatch.setattr(group, "share", lambda heap: b"of rank 0")
     monkeypatch.setattr(
-        group, "open_shared", lambda handle, rank: torch.zeros(len(handle), dtype=torch.uint8)
+        group, "open_shared", lambda handle, rank, device: torch.zeros(len(handle), dtype=torch.uint8)
     )
     with subprocess.Popen([sys.executable, "-c", _PEER, name], stdout=subprocess.PIPE, text=True) as peer:
         joined = join(name, 0, 2)
@@ -99,7 +99,7 @@ def test_a_rank_of_another_process_is_reached_by_its_handle(
 def test_memory_that_cannot_be_shared_between_processes_is_refused() -> None:
     assert group.share(torch.zeros(1)) == b""
     with pytest.raises(ConfigError, match="heap of rank 3 must be device memory"):
-        group.open_shared(b"", 3)
+        group.open_shared(b"", 3, torch.device("cpu"))
 
 
 def test_the_door_says_what_is_not_here() -> None:

@@ -25,9 +25,14 @@ class StepGraphs:
         """Queue the sub-step that `launch` would launch on the stream. Its kernels must be loaded already."""
         if key not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            # Other threads of this process go on with work of theirs.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                launch()
+            # Not torch.cuda.graph: that waits for the device, and so for kernels that may wait for this rank. Other
+            # threads go on with work of theirs.
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    launch()
+                finally:
+                    graph.capture_end()
             self._graphs[key] = graph
         with torch.cuda.stream(self._stream):
             self._graphs[key].replay()

@@ -24,9 +24,13 @@ _READY = 64
 """Byte of the first rank's word that says it has read this card."""
 _FINGERPRINT = slice(8, 40)
 _PROCESS = slice(96, 128)
-_LENGTH = slice(128, 136)
-_HANDLE = 136
+_SHARED = 128
+"""Byte of the word that says that the handle is there: only where some rank is of another process."""
+_LENGTH = slice(136, 144)
+_HANDLE = 144
 _CARD_BYTES = 4096
+_DEVICE_ARGUMENT = 6
+"""Of torch.multiprocessing.reductions.rebuild_cuda_tensor."""
 _this_process = uuid.uuid4().hex
 _own: dict[tuple[str, int], torch.Tensor] = {}
 _lock = threading.Lock()
@@ -53,14 +57,19 @@ def share(heap: torch.Tensor) -> bytes:
     return pickle.dumps(reduce_tensor(heap))
 
 
-def open_shared(handle: bytes, rank: int) -> torch.Tensor:
-    """The heap of a rank of another process. Raises ConfigError where it did not share one."""
+def open_shared(handle: bytes, rank: int, device: torch.device) -> torch.Tensor:
+    """The heap of a rank of another process, for kernels on `device`. Raises ConfigError where it did not share one.
+
+    The handle is opened in the context of `device`, whichever GPU the memory is on: only then may its kernels store
+    there. The tensor therefore names the wrong device, and only its address is of use.
+    """
     if not handle:
         raise ConfigError(
             must_be(f"heap of rank {rank}", "device memory, to be shared between processes", "not")
         )
     rebuild, arguments = pickle.loads(handle)
-    opened: torch.Tensor = rebuild(*arguments)
+    before, after = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT + 1 :]
+    opened: torch.Tensor = rebuild(*before, device.index, *after)
     return opened
 
 
@@ -78,8 +87,8 @@ def join(
     try:
         with _lock:
             _own[name, rank] = heap
-        _fill(own, fingerprint, share(heap))
-        return _read_all(name, rank, num_ranks, own, cards, deadline, timeout_s)
+        _fill(own, fingerprint)
+        return _read_all(name, rank, num_ranks, heap, own, cards, deadline, timeout_s)
     except BaseException:
         _forget(name, rank)
         raise
@@ -101,20 +110,33 @@ def _forget(name: str, rank: int) -> None:
         _own.pop((name, rank), None)
 
 
-def _fill(card: SharedSegment, fingerprint: str, handle: bytes) -> None:
+def _fill(card: SharedSegment, fingerprint: str) -> None:
     card.buf[_FINGERPRINT] = fingerprint.ljust(_FINGERPRINT.stop - _FINGERPRINT.start).encode()
     card.buf[_PROCESS] = _this_process.encode()
+    _say(card, 0)
+
+
+def _fill_handle(card: SharedSegment, handle: bytes) -> None:
     card.buf[_LENGTH] = len(handle).to_bytes(8, "little")
     card.buf[_HANDLE : _HANDLE + len(handle)] = handle
-    magic = card.word(0)
-    magic.store(_MAGIC)
-    magic.wake_all()
+    _say(card, _SHARED)
+
+
+def _say(card: SharedSegment, offset: int) -> None:
+    word = card.word(offset)
+    word.store(_MAGIC)
+    word.wake_all()
+
+
+def _is_here(card: SharedSegment) -> bool:
+    return bytes(card.buf[_PROCESS]).decode() == _this_process
 
 
 def _read_all(
     name: str,
     rank: int,
     num_ranks: int,
+    heap: torch.Tensor,
     own: SharedSegment,
     cards: list[SharedSegment],
     deadline: float,
@@ -140,13 +162,17 @@ def _read_all(
             missing.append(peer)
     said = {peer: bytes(card.buf[_FINGERPRINT]).decode().strip() for peer, card in found.items()}
     alike = len(set(said.values())) == 1
-    heaps = (
-        {peer: _heap_of(name, peer, card) for peer, card in found.items()} if alike and not missing else {}
-    )
+    heaps: dict[int, torch.Tensor] = {}
+    if alike and not missing:
+        if not all(_is_here(card) for card in found.values()):
+            _fill_handle(own, share(heap))
+        for peer, card in found.items():
+            if not _is_here(card) and not card.word(_SHARED).wait_while(0, left_s()):
+                missing.append(peer)
+            else:
+                heaps[peer] = _heap_of(name, peer, card, heap.device)
     for card in found.values() if not missing else ():
-        word = card.word(_READY + 4 * rank)
-        word.store(_MAGIC)
-        word.wake_all()
+        _say(card, _READY + 4 * rank)
     missing = missing or [
         peer for peer in range(num_ranks) if not own.word(_READY + 4 * peer).wait_while(0, left_s())
     ]
@@ -160,9 +186,9 @@ def _read_all(
     return DeviceGroup(name, heaps)
 
 
-def _heap_of(name: str, peer: int, card: SharedSegment) -> torch.Tensor:
-    if bytes(card.buf[_PROCESS]).decode() == _this_process:
+def _heap_of(name: str, peer: int, card: SharedSegment, device: torch.device) -> torch.Tensor:
+    if _is_here(card):
         with _lock:
             return _own[name, peer]
     length = int.from_bytes(card.buf[_LENGTH], "little")
-    return open_shared(bytes(card.buf[_HANDLE : _HANDLE + length]), peer)
+    return open_shared(bytes(card.buf[_HANDLE : _HANDLE + length]), peer, device)
