@@ -46,7 +46,7 @@ part skew 90 $hopper.bench --ranks "$ranks" --tokens $skewed --distributions hot
 cut -c1-150 "$out/skew.log"
 part baseline 70 $hopper.baseline --ranks "$ranks" --tokens $sizes
 grep grouped_mm "$out/baseline.log"
-part agentx 80 env MEGAMOE_BACKEND=hopper MEGAMOE_NUM_RANKS="$ranks" \
+part agentx $((SECONDS < 520 ? 590 - SECONDS : 70)) env MEGAMOE_BACKEND=hopper MEGAMOE_NUM_RANKS="$ranks" \
   "$python" -m service.cli demo --launcher local --duration 15 --out "$out/agentx"
 tail -n 25 "$out/agentx.log"
 echo "== done after $SECONDS s; failed:${failed:- nothing}"
