@@ -102,7 +102,7 @@ def test_the_map_names_every_room() -> None:
         for path in sorted((ROOT / package).iterdir())
         if path.name not in ("__init__.py", "__pycache__", "py.typed")
     ]
-    named = set(re.findall(r"\w+(?:\.py|/)", text))
+    named = set(re.findall(r"\w+(?:\.py|\.sh|/)", text))
     (tools,) = re.findall(r"^tools/ +(.*);", text, re.MULTILINE)
     named |= {f"{name}.py" for name in tools.split(", ")}
     missing = [
