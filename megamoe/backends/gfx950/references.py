@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megamoe import mx
+from megamoe.backends.gfx950.plan import inner_bytes
 from megamoe.backends.gfx950.record import MAX_CHUNK, MAX_RANKS, RESULT_INDEX_BITS
 from megamoe.backends.gfx950.shuffle import plain_scales, row_scales
 from megamoe.layout import HeapLayout
