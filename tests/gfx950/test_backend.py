@@ -277,6 +277,40 @@ def test_one_rank_that_gives_up_ends_the_waits_of_all(path: Path) -> None:
             ranks.backends[rank].abandon(error.value)
 
 
+def test_kernels_after_one_that_gave_up_send_nothing() -> None:
+    """Their peers have gone on: what came late would meet another launch."""
+    with Ranks(emulated(shape_of()), checked=False) as ranks:
+        ranks.bind()
+        batches = batches_of(ranks.shape, [2] * 8)
+        ranks.run(Path.COMPACT, batches)
+        for backend in ranks.backends:
+            backend.device.tick_hz = 2.0
+            backend.device.stream.take_handles()  # type: ignore[attr-defined]
+        present = [rank for rank in range(8) if rank != 2]
+        ranks.begin(Path.COMPACT, batches, epoch=2, ranks=present)
+        for rank in present:
+            with pytest.raises(PeerTimeoutError) as error:
+                ranks.backends[rank].finish()
+            ranks.backends[rank].abandon(error.value)
+            launches = ranks.backends[rank].device.stream.take_handles()  # type: ignore[attr-defined]
+            sent = {one.kernel.name.rsplit("_kernel")[0]: one.traffic.remote_bytes[1] for one in launches}
+            assert sent.pop("prepare") > 0
+            assert sent == {"quantize": 0, "dispatch_gemm1": 0, "gemm2": 0, "combine": 0}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_slots_are_summed_in_ascending_order(path: Path) -> None:
+    """2^25 - 2^25 + 1 is 1 in that order, and 0 in the other: fp32 cannot hold 2^25 - 1."""
+    with Ranks(emulated(shape_of(64, 64, num_experts=16, num_topk=3))) as ranks:
+        ranks.bind_identity()
+        x = torch.ones(2, 64, dtype=torch.bfloat16)
+        ids = torch.tensor([[0, 7, 15], [14, 3, 1]], dtype=torch.int32)
+        weights = torch.tensor([[2.0**25, -(2.0**25), 1.0]] * 2)
+        batches = [MoeBatch.of(ranks.shape, x, ids, weights)] * 8
+        for out in ranks.run(path, batches)[0]:
+            assert torch.equal(out, x)
+
+
 def test_bindings_are_checked_on_the_device_and_swapped_whole() -> None:
     from megamoe.selftest import check_expert
 

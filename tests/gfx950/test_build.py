@@ -106,6 +106,7 @@ def test_kernels_of_a_deployment_are_those_that_it_launches() -> None:
     assert names == {
         "quantize",
         "small_m",
+        "large_m",
         "prepare",
         "dispatch",
         "dispatch_gemm1",

@@ -168,3 +168,52 @@ global_store_dwordx4 v1, v[4:7], s[6:7]"""
         assert (
             target.view(np.uint32).reshape(64, 4).tolist() == [[0x7FC0DEAD, 0x7FC0DEAD, 0xDEADBEEF, 0]] * 64
         )
+
+
+def words_of(body: str, num_words: int = 64) -> list[int]:
+    """What one wave leaves in v5: s[4:5] is a buffer of the numbers from 1 on, v1 the lane times four."""
+    head = "s_load_dwordx4 s[4:7], s[0:1], 0x0\nv_lshlrev_b32_e32 v1, 2, v0\n"
+    head += "v_mov_b32_e32 v5, -1\ns_waitcnt lgkmcnt(0)\n"
+    tail = "\ns_waitcnt vmcnt(0)\ns_mov_b64 exec, -1\nglobal_store_dword v1, v5, s[6:7]"
+    with DeviceGroup(DeviceConfig()) as group:
+        device = group.devices[0]
+        source, target = device.upload(np.arange(1, 257, dtype=np.uint32)), device.allocate(256)
+        device.default_stream.launch(
+            kernel_of(head + body + tail), (1,), (64,), [source.address, target.address]
+        )
+        group.synchronize()
+        found: list[int] = target.view(np.uint32).tolist()
+        return found[:num_words]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 4, 5, 7, 8, 40, 41, 255, 256])
+def test_a_descriptor_ends_where_it_ends(limit: int) -> None:
+    """A lane whose four bytes do not all lie below num_records gets zero."""
+    body = f"s_mov_b32 s8, s4\ns_mov_b32 s9, s5\ns_movk_i32 s10, {limit}\ns_mov_b32 s11, 0x00027000\n"
+    got = words_of(body + "buffer_load_dword v5, v1, s[8:11], 0 offen")
+    assert got == [lane + 1 if 4 * lane + 4 <= limit else 0 for lane in range(64)]
+
+
+@pytest.mark.parametrize("lanes", [0, 1, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1])
+def test_branches_look_at_all_lanes(lanes: int) -> None:
+    """On EXEC and VCC that have lanes in one half only."""
+    for name, register in (("exec", "exec"), ("vcc", "vcc")):
+        body = (
+            f"s_mov_b32 {register}_lo, {lanes & 0xFFFFFFFF:#x}\ns_mov_b32 {register}_hi, {lanes >> 32:#x}\n"
+        )
+        body += f"s_movk_i32 s8, 0\ns_cbranch_{name}z none\ns_add_u32 s8, s8, 1\nnone:\n"
+        body += (
+            f"s_cbranch_{name}nz some\ns_add_u32 s8, s8, 2\nsome:\ns_mov_b64 exec, -1\nv_mov_b32_e32 v5, s8"
+        )
+        assert words_of(body, 1) == [1 if lanes else 2]
+
+
+@pytest.mark.parametrize(("distance", "inside"), [(50, True), (54, True), (55, False), (1 << 20, False)])
+def test_indexed_scalar_registers_end_before_vcc(distance: int, inside: bool) -> None:
+    """s[50 + M0] by pairs: s[104:105] is the last one."""
+    body = f"s_mov_b32 m0, {distance & 0xFFFFFFFF:#x}\ns_movreld_b64 s[50:51], s[4:5]"
+    if inside:
+        words_of(body)
+    else:
+        with pytest.raises(MemoryFaultError, match="indexed scalar register .* is out of range"):
+            words_of(body)
