@@ -9,6 +9,7 @@ import torch
 
 from megamoe.backends.gfx950.device.emulated import EmulatedStream
 from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, layer_weights, shape_of
+from megamoe.backends.gfx950.record import Word
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
 from megamoe.errors import BindingError, ConfigError, PeerRefusedError, PeerTimeoutError
@@ -413,6 +414,19 @@ def test_one_buffer_twice_in_a_row(path: Path) -> None:
             outs.append(ranks.begin(path, batches, epoch=epoch + 2))
         assert all(backend.finish().path is path for backend in ranks.backends)
         assert ranks.reports() == []
+
+
+def test_all_sources_are_waited_for_where_a_buffer_comes_twice() -> None:
+    """Else those that have rows by the agreed counts: it is in the control block that the kernels read."""
+    found = []
+    with Ranks(emulated(shape_of()), checked=False) as ranks:
+        ranks.bind_identity()
+        batches = batches_of(ranks.shape, [2, 0, 0, 1, 0, 3, 0, 0], exact=True)
+        for epoch in (0, 1, 3, 4):
+            ranks.run(Path.FIXED_SLOT, batches, epoch=epoch)
+            controls = [backend.launches.control for backend in ranks.backends]
+            found.append({int(one.read(torch.int64, (1,), 8 * Word.SOURCES)) for one in controls})
+    assert found == [{0b101001}, {0b101001}, {0xFF}, {0b101001}]
 
 
 def test_a_real_device_is_refused_where_there_is_none() -> None:
