@@ -18,6 +18,16 @@ from megamoe.errors import InvalidArgumentError, must_be
 from megamoe.shape import MoeShape
 
 DISTRIBUTIONS = ("uniform", "hot60", "zipf", "one_rank", "boundary", "rank_balanced_hot")
+FILLINGS: dict[str, tuple[tuple[int, ...], float]] = {
+    "even": ((4,) * 8, 0.0),
+    "uneven": ((1, 12, 3, 7, 2, 9, 4, 5), 0.0),
+    "idle": ((6, 0, 3, 0, 0, 8, 0, 1), 0.0),
+    "empty": ((0,) * 8, 0.0),
+    "no expert": ((5,) * 8, 0.4),
+    "one token": ((0, 1, 0, 0, 0, 0, 0, 0), 0.0),
+    "capacity": ((-1, 3, -1, 0, 5, -1, 2, -1), 0.05),
+}
+"""Named ways to fill up to 8 ranks: rows of each (-1: as many as a runtime serves), share of slots without expert."""
 HOT_SHARE = 0.6
 ZIPF_EXPONENT = 1.3
 

@@ -19,7 +19,7 @@ from megamoe.bundle import Bundle, Deployment, Path, plan_bundle
 from megamoe.errors import MegaMoeError
 from megamoe.path import PathPolicy
 from megamoe.rank_processes import RankProcesses
-from megamoe.routing import DISTRIBUTIONS, route_rank
+from megamoe.routing import DISTRIBUTIONS, FILLINGS, route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MoeShape
 from megamoe.step import Phase, PlanId, StepPlan
@@ -28,16 +28,6 @@ from megamoe.weights import LayerWeights, random_layer_weights, shard
 _SEED = 11
 _EXPERTS, _IDENTITY = 0, 1
 """Protocol slots: one layer of random experts, one of experts that give rows back."""
-FILLINGS: dict[str, tuple[tuple[int, ...], float]] = {
-    "even": ((4,) * 8, 0.0),
-    "uneven": ((1, 12, 3, 7, 2, 9, 4, 5), 0.0),
-    "idle": ((6, 0, 3, 0, 0, 8, 0, 1), 0.0),
-    "empty": ((0,) * 8, 0.0),
-    "no expert": ((5,) * 8, 0.4),
-    "one token": ((0, 1, 0, 0, 0, 0, 0, 0), 0.0),
-    "capacity": ((-1, 3, -1, 0, 5, -1, 2, -1), 0.05),
-}
-"""Rows of each rank, cut to the runtime's capacity (-1: that capacity), and the share of slots without expert."""
 WRAPS = (1 << 31, 1 << 32)
 
 

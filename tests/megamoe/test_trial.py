@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from megamoe.bundle import Deployment, Path, plan_bundle
 from megamoe.errors import PeerTimeoutError
 from megamoe.rank_processes import RankProcesses
-from megamoe.routing import DISTRIBUTIONS
+from megamoe.routing import DISTRIBUTIONS, FILLINGS
 from megamoe.shape import MoeShape
-from megamoe.trial import FILLINGS, WRAPS, cases_of, judge, run_trial
+from megamoe.trial import WRAPS, cases_of, judge, run_trial
 from service.cli import app
 
 TINY = MoeShape(

@@ -21,7 +21,7 @@ from megamoe.backends.gfx950.lockstep import Ranks, batches_of, emulated, shape_
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
 from megamoe.reference import QUANTIZED_REL_L2, identity_moe, quantized_moe, relative_l2, tolerance
-from megamoe.routing import DISTRIBUTIONS
+from megamoe.routing import DISTRIBUTIONS, FILLINGS
 from megamoe.shape import MoeShape
 
 PATHS = (Path.SMALL_M, Path.FIXED_SLOT, Path.LARGE_M, Path.COMPACT)
@@ -30,16 +30,6 @@ FORMATS = (RowFormat.BF16, RowFormat.FP8)
 CAPACITY = {Path.SMALL_M: 16, Path.FIXED_SLOT: 32, Path.LARGE_M: 64, Path.COMPACT: 64}
 HEAVY_ROWS, HEAVY_ROWS_OF_EXPERT = 40, 12
 """Routed rows, and rows of one expert, from which an owner sends FP8 where small_m's format is auto."""
-FILLINGS: dict[str, tuple[tuple[int, ...], float]] = {
-    "even": ((4,) * 8, 0.0),
-    "uneven": ((1, 12, 3, 7, 2, 9, 4, 5), 0.0),
-    "idle": ((6, 0, 3, 0, 0, 8, 0, 1), 0.0),
-    "empty": ((0,) * 8, 0.0),
-    "no expert": ((5,) * 8, 0.4),
-    "one token": ((0, 0, 0, 1, 0, 0, 0, 0), 0.0),
-    "capacity": ((-1, 3, -1, 0, 5, -1, 2, -1), 0.05),
-}
-"""Rows of each rank (-1: the runtime's capacity), and the share of slots without expert."""
 WRAPS = (*range(2**31 - 2, 2**31 + 2), *range(2**32 - 2, 2**32 + 3))
 
 
