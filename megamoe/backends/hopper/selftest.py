@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -161,9 +162,17 @@ class Ranks:
         return [future.result() for future in futures]
 
     def call(
-        self, case: Case, *, refused: int | None = None, absent: int | None = None, timeout_s: float = 10.0
+        self,
+        case: Case,
+        *,
+        refused: int | None = None,
+        absent: int | None = None,
+        late: int | None = None,
+        held: threading.Event | None = None,
+        timeout_s: float = 10.0,
     ) -> list[Outcome]:
-        """One launch on all ranks. refused: joins with the error bit; absent: does not come at all."""
+        """One launch on all ranks. refused: joins with the error bit; absent: does not come at all; late: goes on after
+        its first stage when `held` is set."""
         number = self.next_launch
         self.next_launch += 1
         capacity = min(c for c in self.bundle.capacities(case.path) if c >= max(case.num_rows_per_rank))
@@ -190,15 +199,19 @@ class Ranks:
                 deadline_s=deadline_s,
             )
             batch = MoeBatch.empty(self.shape) if rank == refused else batch_of(case, self.shape, rank)
-            return self._run(self.backends[rank], launch, batch)
+            return self._run(self.backends[rank], launch, batch, held if rank == late else None)
 
         return self.all_ranks(work)
 
-    def _run(self, backend: HopperBackend, launch: Launch, batch: MoeBatch) -> Outcome:
+    def _run(
+        self, backend: HopperBackend, launch: Launch, batch: MoeBatch, held: threading.Event | None
+    ) -> Outcome:
         out = torch.full((batch.num_rows, self.shape.hidden), float("nan")).bfloat16()
         try:
             backend.begin(launch, batch, out)
-            for stage in backend.stages(launch.sub_step.path):
+            for number, stage in enumerate(backend.stages(launch.sub_step.path)):
+                if held is not None and number == 1:
+                    held.wait(5.0)
                 backend.launch(stage)
             return Outcome(out, backend.finish())
         except MegaMoeError as error:
@@ -339,6 +352,38 @@ def check_protocol(ranks: Ranks, checks: Checks) -> None:
             )
 
 
+def check_late_source(ranks: Ranks, checks: Checks) -> None:
+    """large_m: a source that has counted its rows and does not send them holds up the entries that hold them, only."""
+    shape, most = ranks.shape, ranks.bundle.deployment.max_tokens_per_rank
+    late = shape.num_ranks - 1
+    case = Case(Path.LARGE_M, (*[most] * late, 1), seed=21, no_expert_share=0.0, duplicate_share=0.0)
+    touched = set(batch_of(case, shape, late).topk_ids.flatten().tolist())
+    held = threading.Event()
+    with ThreadPoolExecutor(1) as caller:
+        running = caller.submit(ranks.call, case, late=late, held=held)
+        time.sleep(0.5)
+        finished = [num_finished_entries(ranks.backends[rank]) for rank in range(late)]
+        held.set()
+        rows = rows_of(running.result())
+    per_rank = shape.num_experts_per_rank
+    wanted = [
+        per_rank - sum(rank * per_rank <= expert < (rank + 1) * per_rank for expert in touched)
+        for rank in range(late)
+    ]
+    checks.check("large_m: a late source holds up its own entries, only", finished == wanted, f"{finished}")
+    compact = rows_of(ranks.call(replace(case, path=Path.COMPACT)))
+    checks.check("large_m: after a late source, the bits of compact", torch.equal(rows, compact))
+
+
+def num_finished_entries(backend: HopperBackend) -> int:
+    """Entries whose GEMM1 is done, in the launch under way."""
+    buffers = backend.buffers
+    with torch.cuda.stream(torch.cuda.Stream(backend.device)):
+        board = buffers.board.cpu()
+    lists = buffers.board_layout
+    return int((board[lists.done : lists.queue1] == buffers.sizes.gemm1_groups).sum())
+
+
 def soak(ranks: Ranks, checks: Checks, num_steps: int) -> None:
     """Mixed steps without pause: every result is that of the same case run before."""
     # Epochs that no check before has used: one that a peer once gave up must not come again.
@@ -384,6 +429,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 check_cases(ranks, checks)
                 if shape is SHAPE and row_format is RowFormat.BF16:
                     check_protocol(ranks, checks)
+                    if chosen.ranks > 1:
+                        check_late_source(ranks, checks)
                     soak(ranks, checks, chosen.soak)
     print(f"{checks.num_passed} passed, {checks.num_failed} failed")
     return 1 if checks.num_failed else 0

@@ -20,12 +20,11 @@ from megamoe.backends.hopper.device import (
     combine,
     dispatch,
     flags,
-    gemm1,
-    gemm2,
     identity,
     layout,
     move,
     sync,
+    tiles,
 )
 from megamoe.backends.hopper.device import wgmma_loop as tiled
 
@@ -42,134 +41,12 @@ BLOCKS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1,
 BY_BLOCK: gl.constexpr = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
 IN_BLOCK: gl.constexpr = gl.constexpr(gl.SliceLayout(0, BLOCKS.value))
 MAX_RANKS: gl.constexpr = gl.constexpr(record.MAX_RANKS)
-NARROW: gl.constexpr = gl.constexpr(board.NARROW_ROWS)
 HELPER_SHARE: gl.constexpr = gl.constexpr(board.HELPER_SHARE)
 ITEM_TOKENS: gl.constexpr = gl.constexpr(board.ITEM_TOKENS)
 SEND: gl.constexpr = gl.constexpr(BoardWord.SEND)
 HEAD1: gl.constexpr = gl.constexpr(BoardWord.HEAD1)
 HEAD2: gl.constexpr = gl.constexpr(BoardWord.HEAD2)
-TAIL2: gl.constexpr = gl.constexpr(BoardWord.TAIL2)
 EXPAND: gl.constexpr = gl.constexpr(BoardWord.EXPAND)
-
-
-@gluon.jit
-def _claim(head):
-    """The next tile, for this thread block alone. Neighbours go to thread blocks at the same time, so that these share
-    tokens and weights in L2: taking several at once saves look-ups and costs more than that."""
-    return gl.atomic_add(head, 1, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def _entry_of(queue, tile, num_tiles, GROUPS: gl.constexpr):
-    """The entry of a tile, or -1 if it is not complete or the tile does not exist."""
-    entry = gl.to_tensor(-1)
-    if tile < num_tiles:
-        entry = gl.atomic_or(queue + tile // GROUPS, 0, sem="acquire", scope="gpu") - 1
-    return entry
-
-
-@gluon.jit
-def _origin(units, entries, entry, group, GROUPS: gl.constexpr, CHUNKS: gl.constexpr):
-    """First token row, address of weights, expert and rows of an entry's tile."""
-    words = entries + entry * plan.ENTRY_WORDS
-    expert = gl.load(words)
-    at = units.to(gl.int64) + (expert * GROUPS + group).to(gl.int64) * (CHUNKS * tiled.GROUP_BYTES)
-    return gl.load(words + 1), at, expert, gl.load(words + 2)
-
-
-@gluon.jit
-def _is_wide(rows, WIDE: gl.constexpr):
-    """Whether an entry with that many rows needs the wide tile; where there is but one width, all do."""
-    return (rows > NARROW) | (WIDE <= NARROW)
-
-
-@gluon.jit
-def _tiles(
-    tile, entry, wide, slot, phase, memory, bars, board_at, head, queue, entries, num_tiles,
-    tokens, units, out_factor, finish, rest,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, WIDE: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
-    """Tiles of a GEMM from a complete one on, as long as the next is complete and as wide. finish: what is done with a
-    tile's sums, with the arguments `rest`. Returns (next tile, slot, phase)."""
-    words_off, scales_off = tiled.thread_offsets()
-    row, at, expert, rows = _origin(units, entries, entry, tile % GROUPS, GROUPS, CHUNKS)
-    sync.fence_proxies()
-    tiled.fill_ahead(tokens, memory, bars, slot, row, STAGES)
-    chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
-    more = entry >= 0
-    while more:
-        next_tile = _claim(head)
-        next_entry = _entry_of(queue, next_tile, num_tiles, GROUPS)
-        there = next_entry >= 0
-        sync.fence_proxies()
-        next_row, next_at, next_expert, next_rows = _origin(
-            units, entries, gl.where(there, next_entry, entry), gl.where(there, next_tile, tile) % GROUPS,
-            GROUPS, CHUNKS,
-        )  # fmt: skip
-        more = there & (_is_wide(next_rows, WIDE) == wide)
-        acc, chunks, slot, phase = tiled.multiply(
-            chunks, tokens, memory, bars, slot, phase, row, next_row, more,
-            at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N,
-        )  # fmt: skip
-        finish(
-            acc, gl.load(out_factor + expert), row, tile % GROUPS, rows, entry, board_at, rest, BLOCK_N, GROUPS,
-            DONE, QUEUE2, COLUMNS_OUT, HIDDEN, FP8,
-        )  # fmt: skip
-        tile, entry, row, at, expert, rows = next_tile, next_entry, next_row, next_at, next_expert, next_rows
-    return tile, slot, phase
-
-
-@gluon.jit
-def _gemm(
-    tile, entry, slot, phase, narrow_slot, narrow_phase, memory, bars, narrow_memory, narrow_bars,
-    board_at, head, queue, entries, num_tiles, tokens, narrow_tokens, units, out_factor, finish, rest,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, NARROW_AHEAD: gl.constexpr, NARROW_STAGES: gl.constexpr,
-    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
-    """_tiles in the width that the entry needs. Returns (next tile, states of both rings)."""
-    if _is_wide(gl.load(entries + entry * plan.ENTRY_WORDS + 2), BLOCK_N):
-        tile, slot, phase = _tiles(
-            tile, entry, True, slot, phase, memory, bars, board_at, head, queue, entries, num_tiles,
-            tokens, units, out_factor, finish, rest, CHUNKS, GROUPS, BLOCK_N, AHEAD, STAGES, BLOCK_N,
-            DONE, QUEUE2, COLUMNS_OUT, HIDDEN, FP8,
-        )  # fmt: skip
-    else:
-        if BLOCK_N > NARROW:
-            tile, narrow_slot, narrow_phase = _tiles(
-                tile, entry, False, narrow_slot, narrow_phase, narrow_memory, narrow_bars, board_at, head, queue,
-                entries, num_tiles, narrow_tokens, units, out_factor, finish, rest,
-                CHUNKS, GROUPS, BLOCK_N, NARROW_AHEAD, NARROW_STAGES, NARROW,
-                DONE, QUEUE2, COLUMNS_OUT, HIDDEN, FP8,
-            )  # fmt: skip
-    return tile, slot, phase, narrow_slot, narrow_phase
-
-
-@gluon.jit
-def _finish1(
-    acc, factor, row, group, rows, entry, board_at, rest, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
-    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
-    """SwiGLU into GEMM2's operand; an entry whose last tile this is goes into GEMM2's queue."""
-    middle, limit = rest
-    gemm1.finish_tiled(acc, factor, limit, middle, row, group, rows, COLUMNS_OUT, BLOCK_N)
-    sync.fence_proxies()
-    if sync.arrive(board_at + DONE + entry) == GROUPS - 1:
-        position = gl.atomic_add(board_at + TAIL2, 1, sem="relaxed", scope="gpu")
-        gl.atomic_xchg(board_at + QUEUE2 + position, entry + 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def _finish2(
-    acc, factor, row, group, rows, entry, board_at, rest, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
-    DONE: gl.constexpr, QUEUE2: gl.constexpr, COLUMNS_OUT: gl.constexpr, HIDDEN: gl.constexpr, FP8: gl.constexpr,
-):  # fmt: skip
-    """Result rows to their sources."""
-    row_address, row_weight = rest
-    gemm2.finish_tiled(acc, factor, row_address, row_weight, row, group, rows, HIDDEN, FP8)
 
 
 @gluon.jit
@@ -190,8 +67,8 @@ def _return_entries(
                 payload, row_slot, row_address, row_weight, block_info, first + item // PIECES, item % PIECES * 16,
                 unit, within, HIDDEN, ROW_BYTES, FP8,
             )  # fmt: skip
-        tile = _claim(board_at + HEAD1)
-        entry = _entry_of(board_at + queue1, tile, num_tiles, 1)
+        tile = tiles.claim(board_at + HEAD1)
+        entry = tiles.entry_of(board_at + queue1, tile, num_tiles, 1)
     return tile
 
 
@@ -337,8 +214,8 @@ def large_m_kernel(
         moved = (left == 0) & (held_src == NUM_RANKS) & (sending == 0)
         if (helps == 0) | moved:
             if tile1 < 0:
-                tile1 = _claim(board_at + HEAD1)
-            entry = _entry_of(board_at + QUEUE1, tile1, num_tiles1, FIRST_GROUPS)
+                tile1 = tiles.claim(board_at + HEAD1)
+            entry = tiles.entry_of(board_at + QUEUE1, tile1, num_tiles1, FIRST_GROUPS)
             if entry >= 0:
                 worked = gl.to_tensor(1)
                 if IDENTITY:
@@ -347,24 +224,24 @@ def large_m_kernel(
                         row_weight, block_info, own_rank, HIDDEN, ROW_BYTES, FP8,
                     )  # fmt: skip
                 else:
-                    tile1, slot, phase, narrow_slot, narrow_phase = _gemm(
+                    tile1, slot, phase, narrow_slot, narrow_phase = tiles.gemm(
                         tile1, entry, slot, phase, narrow_slot, narrow_phase, memory, bars, narrow_memory, narrow_bars,
                         board_at, board_at + HEAD1, board_at + QUEUE1, entries, num_tiles1,
-                        image_tokens, image_narrow, w13, w13_factor, _finish1, rest1,
+                        image_tokens, image_narrow, w13, w13_factor, tiles.finish1, rest1,
                         CHUNKS1, GROUPS1, AHEAD, STAGES, BLOCK_N, NARROW_AHEAD, NARROW_STAGES,
                         DONE, QUEUE2, CHUNKS2 * 128, HIDDEN, FP8,
                     )  # fmt: skip
             if not IDENTITY:
                 if worked == 0:
                     if tile2 < 0:
-                        tile2 = _claim(board_at + HEAD2)
-                    entry = _entry_of(board_at + QUEUE2, tile2, num_tiles2, GROUPS2)
+                        tile2 = tiles.claim(board_at + HEAD2)
+                    entry = tiles.entry_of(board_at + QUEUE2, tile2, num_tiles2, GROUPS2)
                     if entry >= 0:
                         worked = gl.to_tensor(1)
-                        tile2, slot, phase, narrow_slot, narrow_phase = _gemm(
+                        tile2, slot, phase, narrow_slot, narrow_phase = tiles.gemm(
                             tile2, entry, slot, phase, narrow_slot, narrow_phase, memory, bars, narrow_memory,
                             narrow_bars, board_at, board_at + HEAD2, board_at + QUEUE2, entries, num_tiles2,
-                            middle_tokens, middle_narrow, w2, w2_factor, _finish2, rest2,
+                            middle_tokens, middle_narrow, w2, w2_factor, tiles.finish2, rest2,
                             CHUNKS2, GROUPS2, AHEAD, STAGES, BLOCK_N, NARROW_AHEAD, NARROW_STAGES,
                             DONE, QUEUE2, CHUNKS2 * 128, HIDDEN, FP8,
                         )  # fmt: skip

@@ -1,0 +1,79 @@
+"""What every launch of a rank needs: its buffers, its share of the device, constants of its deployment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.backends.hopper.buffers import RankBuffers, result_bytes
+from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.packing import PackedMatrix
+from megamoe.backends.hopper.plan import TiledPlan, grid_share, next_power_of_2
+from megamoe.bundle import RowFormat
+from megamoe.layout import FlagKind
+
+_BLOCK = 1024
+"""Columns that a thread block of dispatch or combine handles at a time."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What grids follow from. num_virtual_ranks: ranks of the group that share this GPU."""
+
+    num_sms: int
+    num_virtual_ranks: int = 1
+
+    @property
+    def share(self) -> int:
+        """Multiprocessors of one rank."""
+        return grid_share(self.num_sms, self.num_virtual_ranks)
+
+
+class Launches:
+    """Base of the rooms that launch kernels."""
+
+    def __init__(self, buffers: RankBuffers, device: Device, row_format: RowFormat) -> None:
+        self.buffers = buffers
+        self.device = device
+        self.fp8 = row_format is RowFormat.FP8
+        self.result_bytes = result_bytes(buffers.shape, row_format)
+        shape = buffers.shape
+        self._limit = shape.swiglu_limit or float("inf")
+        self._block = min(_BLOCK, next_power_of_2(shape.hidden))
+        # Where ranks share a GPU, a kernel that starts early would take multiprocessors that a peer's may need.
+        self._chain = {"launch_pdl": device.num_virtual_ranks == 1}
+        self._ranks = {"own_rank": buffers.rank, "NUM_RANKS": shape.num_ranks}
+        self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
+        experts = shape.num_experts_per_rank
+        none = torch.zeros((experts, 1), dtype=torch.uint8, device=buffers.device)
+        self._no_weights = PackedMatrix(none, torch.ones(experts, device=buffers.device), 0, 0)
+        self._descriptors: dict[tuple[int, int, int], Any] = {}
+
+    def _await_flags(self, kind: FlagKind, *, only_with_rows: bool = False) -> None:
+        """Where ranks share a GPU, let one thread block a rank wait, not a whole grid of them: a kernel that a peer
+        waits for must always find multiprocessors that are free of waiting ones."""
+        if self.device.num_virtual_ranks == 1:
+            return
+        b = self.buffers
+        flags.await_kernel[(1,)](
+            b.control, b.bases, **self._ranks, KIND=int(kind), ONLY_WITH_ROWS=only_with_rows, num_warps=1
+        )
+
+    def _grid(self, max_rows: int, width: int) -> tuple[int]:
+        """Thread blocks for rows in pieces of `width` columns: one a piece, up to 8 a multiprocessor."""
+        pieces = max_rows * -(-self.buffers.shape.hidden // width)
+        return (min(8 * self.device.share, max(pieces, 1)),)
+
+    def _tokens(self, image: torch.Tensor, tiled: TiledPlan) -> Any:
+        """TMA descriptor of an image: boxes of block_n rows by a stage's columns."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        columns = 128 * tiled.chunks_per_stage
+        key = (image.data_ptr(), tiled.block_n, columns)
+        if key not in self._descriptors:
+            layout = NVMMASharedLayout(128, 16, rank=2)
+            self._descriptors[key] = TensorDescriptor.from_tensor(image, [tiled.block_n, columns], layout)
+        return self._descriptors[key]
