@@ -41,7 +41,7 @@ def check(bundle: Bundle) -> None:
     served = _backend().check_served
     if not torch.cuda.is_available():
         raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
-    served(bundle.deployment)
+    served(bundle)
 
 
 def _backend() -> Any:

@@ -70,7 +70,7 @@ class HopperBackend:
             raise ConfigError(
                 must_be("compute capability", "9.0 (H100, H200)", f"{properties.major}.{properties.minor}")
             )
-        check_served(bundle.deployment)
+        check_served(bundle)
         layout = plan_layout(bundle, num_slots=num_slots)
         self.rank = rank
         self.bundle = bundle

@@ -9,19 +9,24 @@ import torch
 
 from megamoe.backends.hopper.board import plan_large_m
 from megamoe.backends.hopper.plan import GemmPlan, plan_gemms, plan_small_m
-from megamoe.bundle import Bundle, Deployment, Path, RowFormat
+from megamoe.bundle import Bundle, Path, RowFormat
 from megamoe.errors import ConfigError, must_be
 
 MAX_HIDDEN = 8192
 """Widest row that every path's kernels were written for."""
 
 
-def check_served(deployment: Deployment) -> None:
+def check_served(bundle: Bundle) -> None:
     """Raises ConfigError for settings that this backend does not serve."""
+    deployment = bundle.deployment
     if deployment.combine_row_format is RowFormat.AUTO:
         raise ConfigError(
             must_be("combine_row_format on hopper", "bf16 or fp8", deployment.combine_row_format)
         )
+    if deployment.combine_row_format is RowFormat.FP8 and bundle.capacities(Path.LARGE_M):
+        # large_m with FP8 rows has failed on a GPU; docs/hopper.md says how.
+        need = "bf16 where large_m is built (a large_m_capacity above max_tokens_per_rank leaves it out)"
+        raise ConfigError(must_be("combine_row_format on hopper", need, deployment.combine_row_format))
     if deployment.shape.activation != "silu":
         raise ConfigError(must_be("activation on hopper", "silu", deployment.shape.activation))
     if deployment.shape.hidden > MAX_HIDDEN:
