@@ -73,7 +73,7 @@ class LiveTier:
         await self._leased.aclose()
         while True:
             try:
-                await self._lease(max(deadline - time.monotonic(), 0.0))
+                await self._lease(max(round(deadline - time.monotonic(), 1), 0.0))
                 break
             except (
                 UnavailableError,
