@@ -150,7 +150,7 @@ def test_spins_sleep(kernels: dict[str, Kernel]) -> None:
                 assert "s_sleep" in loop, name
     assert spins == {
         "small_m": 60,
-        "large_m": 84,
+        "large_m": 78,
         "dispatch_gemm1": 12,
         "dispatch": 2,
         "prepare": 1,

@@ -135,12 +135,11 @@ def test_skewed_routing_keeps_the_floor_of_its_busiest_rank(distribution: str) -
 
 
 def test_no_other_tile_or_grid_is_clearly_better() -> None:
-    """What plan.py chooses stands by the model; what does not is said in the docs."""
+    """What plan.py chooses stands by the model; nothing else would be clearly faster."""
     for path, sizes in SIZES.items():
         for tokens in sizes:
             now = us_of(path, tokens, plan=plan_launch(SHAPE, tokens, 256))
             others = alternatives(path, tokens)
-            others = {name: us for name, us in others.items() if "at once" not in name}
             assert {f"{size} rows" for size in TILES} <= set(others)
             assert min(others.values()) > CLEARLY * now, (path, tokens, others)
 

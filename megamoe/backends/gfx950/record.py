@@ -29,6 +29,8 @@ RESULT_INDEX_BITS = 20
 
 SEGMENT_BYTES = 4 * 2 * MAX_RANKS
 """Of an expert in large_m, for each source: where its rows begin, and what takes such a row to its pair."""
+COPY_BYTES = 8192
+"""Bytes that a wave which copies rows has on their way at once: a whole row of DeepSeek-V4-Pro."""
 MAX_CHUNK = 8
 """Tiles of a chunk of GEMM2 in large_m at most: of an expert with 16 tiles or more; with fewer 4, 2 or 1, so that
 chunks are enough."""

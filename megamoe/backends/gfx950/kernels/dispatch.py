@@ -8,7 +8,7 @@ Two ranks never wait for each other's workgroups: a rank sends all before it wai
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
-from flydsl.expr import const_expr
+from flydsl.expr import const_expr, range_constexpr
 
 from megamoe.backends.gfx950.kernels import flags, index
 from megamoe.backends.gfx950.kernels.lang import (
@@ -21,7 +21,7 @@ from megamoe.backends.gfx950.kernels.lang import (
     wide,
     words,
 )
-from megamoe.backends.gfx950.record import Word
+from megamoe.backends.gfx950.record import COPY_BYTES, Word
 from megamoe.layout import FlagKind
 
 ALONE = 256
@@ -30,11 +30,20 @@ ALONE = 256
 
 @flyc.jit
 def copy_row(source, target, ROW_BYTES):
-    """One wave copies one row, 16 bytes a lane at a time."""
+    """One wave copies one row, 16 bytes a lane; all that COPY_BYTES holds is on its way before the first is stored."""
     lane = fx.thread_idx.x % WAVE
-    for at in range(lane * 16, fx.Int32(ROW_BYTES), fx.Int32(WAVE * 16)):
-        at = long(fx.Int32(at))
-        fx.generic_store(wide(target + at), fx.generic_load(wide(source + at), count=4), nontemporal=True)
+    for start in range_constexpr(0, ROW_BYTES, COPY_BYTES):
+        places = [
+            lane * 16 + at for at in range_constexpr(start, min(start + COPY_BYTES, ROW_BYTES), WAVE * 16)
+        ]
+        # Lanes past the end of the row load its begin, which is never stored.
+        chunks = [
+            fx.generic_load(wide(source + long((at < ROW_BYTES).select(at, fx.Int32(0)))), count=4)
+            for at in places
+        ]
+        for i in range_constexpr(len(places)):
+            if places[i] < ROW_BYTES:
+                fx.generic_store(wide(target + long(places[i])), chunks[i], nontemporal=True)
 
 
 @flyc.jit
@@ -117,22 +126,27 @@ def rows_of_sources(lds, needed, compact, num_ranks):
 
 
 @flyc.jit
-def send_in_turn(
+def send_to_all(
     lds, control, bases, rank, rows, meta, num_senders, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS, THREADS
 ):  # fmt: skip
-    """large_m: the first num_senders workgroups send rows to their slots, one destination after the other, this rank
-    first, and flags as soon as a destination has all of its rows."""
+    """large_m: the first num_senders workgroups send rows to their slots, and flags as soon as a destination has all.
+
+    Each destination has senders of its own, so that all links are busy at once. Fewer senders
+    than ranks serve several destinations each, one after the other.
+    """
     lane = fx.thread_idx.x % WAVE
     num_waves = THREADS // WAVE
-    wave = uniform(fx.block_idx.x * num_waves + fx.thread_idx.x // WAVE)
     num_rows = control_int(control, Word.NUM_ROWS)
     first_slot = rank * control_int(control, Word.CAPACITY)
     rows_offset = control_word(control, Word.ROWS_OFFSET)
     sent = fx.Int32(0)
-    for turn in range(fx.Int32(0), fx.Int32(NUM_RANKS), fx.Int32(1)):
-        dst_rank = (fx.Int32(turn) + rank) % NUM_RANKS
+    for turn in range(fx.block_idx.x % NUM_RANKS, fx.Int32(NUM_RANKS), num_senders):
+        turn = fx.Int32(turn)
+        dst_rank = (turn + rank) % NUM_RANKS
+        num_partners = (num_senders - 1 - turn % num_senders) // NUM_RANKS + 1
         heap = flags.peer_heap(bases, dst_rank)
-        for token in range(wave, num_rows, num_senders * num_waves):
+        wave = uniform(fx.block_idx.x // NUM_RANKS * num_waves + fx.thread_idx.x // WAVE)
+        for token in range(wave, num_rows, num_partners * num_waves):
             token = fx.Int32(token)
             is_id = lane < TOPK
             expert = fx.generic_load(words(meta) + (token * META_WORDS + 1 + is_id.select(lane, fx.Int32(0))))
@@ -141,7 +155,7 @@ def send_in_turn(
                 target = heap + rows_offset + long(first_slot + token) * ROW_BYTES
                 copy_row(rows + long(token) * ROW_BYTES, target, ROW_BYTES)
                 sent = sent + (dst_rank != rank).select(fx.Int32(1), fx.Int32(0))
-        last = flags.arrive(lds, control, num_senders, int(Word.SENT) + dst_rank)
+        last = flags.arrive(lds, control, num_partners, int(Word.SENT) + dst_rank)
         if (last == 1) & (fx.thread_idx.x == 0):
             flags.post_to(control, bases, rank, FlagKind.PAYLOAD, num_rows, dst_rank)
     if (lane == 0) & (sent > 0):

@@ -83,7 +83,7 @@ def large_m_kernel(
     if flags.arrive(sent, control, num_groups, int(Word.LISTED)) == 1:
         flags.post(control, bases, rank, FlagKind.COUNTS, control_int(control, Word.NUM_ROWS), NUM_RANKS)
     if fx.block_idx.x < num_senders:
-        dispatch.send_in_turn(
+        dispatch.send_to_all(
             sent, control, bases, rank, rows, meta, num_senders, ROW_BYTES, META_WORDS, TOPK, NUM_EXPERTS, NUM_RANKS,
             threads,
         )  # fmt: skip

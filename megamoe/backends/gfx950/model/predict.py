@@ -11,13 +11,11 @@ from megamoe.backends.gfx950.model.counts import UnitCount, unit_counts
 from megamoe.backends.gfx950.model.machine import Mi355x
 from megamoe.backends.gfx950.model.work import Work
 from megamoe.backends.gfx950.plan import COLUMNS_1, COLUMNS_2, LaunchPlan, plan_launch
+from megamoe.backends.gfx950.record import COPY_BYTES
 from megamoe.bundle import Path
 
 RING = {32: (4, 2), 64: (2, 2), 128: (2, 2)}
 """K blocks of weights on their way to a wave, in GEMM1 and GEMM2, by rows of a tile."""
-COPY_BYTES = 1024
-"""A wave copies a row by so many bytes at a time: it waits for each load, and for the store before it, which is counted
-with the loads. Only small_m stores rows from registers."""
 
 
 @dataclass(frozen=True)
@@ -160,26 +158,22 @@ def _distinct_loads(
 
 
 def predict(
-    path: Path, work: Work, *, machine: Mi355x | None = None, plan: LaunchPlan | None = None, fp8: bool = False,
-    in_turn: bool = True, copy_bytes: int = COPY_BYTES,
+    path: Path, work: Work, *, machine: Mi355x | None = None, plan: LaunchPlan | None = None, fp8: bool = False
 ) -> Prediction:  # fmt: skip
     """A sub-step of `path`, all ranks with the same number of tokens; the slowest rank counts.
 
-    plan: tiles and grids, by default the product's. fp8: form of result rows. in_turn: large_m sends to one peer after
-    the other, as it does. copy_bytes: what a wave that copies a row has on its way.
+    plan: tiles and grids, by default the product's. fp8: form of result rows. Only small_m stores rows from registers;
+    elsewhere a wave copies them, COPY_BYTES at a time.
     """
     machine = machine or Mi355x()
     plan = plan or plan_launch(work.shape, work.num_tokens, machine.num_cus)
     steps = CHAIN[path]
-    copies = 1 if path is Path.SMALL_M else -(-work.row_bytes // copy_bytes)
+    copies = 1 if path is Path.SMALL_M else -(-work.row_bytes // COPY_BYTES)
     latency = (
         steps.launches * machine.launch_us + steps.flags * machine.flag_us + steps.meets * machine.meet_us
         + steps.stages * machine.stage_us + copies * machine.copy_us
     )  # fmt: skip
-    ranks = [
-        _stages_of_rank(machine, path, work, rank, plan, fp8, in_turn, copy_bytes)
-        for rank in range(work.shape.num_ranks)
-    ]
+    ranks = [_stages_of_rank(machine, path, work, rank, plan, fp8) for rank in range(work.shape.num_ranks)]
     return Prediction(latency, max(ranks, key=lambda stages: sum(stage.us for stage in stages)))
 
 
@@ -190,8 +184,6 @@ def _stages_of_rank(
     rank: int,
     plan: LaunchPlan,
     fp8: bool,
-    in_turn: bool,
-    copy_bytes: int,
 ) -> tuple[Stage, ...]:
     shape = work.shape
     row, result, tokens = work.row_bytes, work.result_bytes(fp8), work.num_tokens
@@ -212,7 +204,7 @@ def _stages_of_rank(
     def copying(num_groups: int) -> float:
         """Time of the rows that waves copy after their first, which is part of the latency."""
         rows_of_wave = sum(work.sent[rank]) / (num_groups * plan.gemm_threads // 64)
-        return max(rows_of_wave - 1, 0) * -(-row // copy_bytes) * machine.copy_us
+        return max(rows_of_wave - 1, 0) * -(-row // COPY_BYTES) * machine.copy_us
 
     if path is not Path.LARGE_M:
         # Each expert's workgroup looks at what stands beside all rows.
@@ -222,7 +214,7 @@ def _stages_of_rank(
         link = payload if by_die else max(payload, copying(groups_1))
         dispatch = Stage("dispatch", hbm=copies, link=link)
         return quantize, dispatch, Stage("list", compute=listing), gemm1, gemm2, combine
-    sending = max(sum(over_links) / machine.link if in_turn else payload, copying(plan.large_m_senders))
+    sending = max(payload, copying(plan.large_m_senders))
     share = plan.large_m_senders / plan.large_m_groups
     return quantize, overlapped(gemm1, gemm2, share, sending, payload, copies, shape.num_ranks), combine
 
@@ -232,8 +224,8 @@ def overlapped(
 ) -> Stage:
     """The persistent kernel of large_m: sending, both GEMMs and returning side by side. share: of the workgroups that
     send before they multiply. sending: time of all rows; payload: of those for one peer, whose link results take too.
-    What the last source brings, one part in num_ranks, is multiplied when it is there."""
+    Peers' rows come all at about the same time: all but one part in num_ranks is multiplied when they are there."""
     compute = gemm1.compute + gemm2.compute + share * sending
-    last = (gemm1.us + gemm2.us) / num_ranks
+    last = (gemm1.us + gemm2.us) * (num_ranks - 1) / num_ranks
     link = max(sending + last, payload + gemm2.link)
     return Stage("persistent", compute, gemm1.hbm + gemm2.hbm + copies, gemm1.cache + gemm2.cache, link)

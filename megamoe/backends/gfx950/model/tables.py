@@ -93,7 +93,7 @@ def errors() -> list[str]:
 
 def alternatives(path: Path, num_tokens: int) -> dict[str, float]:
     """Predicted microseconds by setting: rows of a tile; one workgroup of 32 rows a compute unit instead of two;
-    all loads of a row on their way at once; large_m's share of senders, and its sending to all peers at once."""
+    large_m's share of senders."""
     cus = Mi355x().num_cus
     plans = {f"{size} rows": plan_tiles(SHAPE, num_tokens, cus, size) for size in TILES}
     small = plans["32 rows"]
@@ -106,13 +106,7 @@ def alternatives(path: Path, num_tokens: int) -> dict[str, float]:
     if path is Path.LARGE_M:
         for share in (2, 8, 16):
             plans[f"senders 1/{share}"] = replace(now, large_m_senders=now.large_m_groups // share)
-    times = {name: us_of(path, num_tokens, plan=plan) for name, plan in plans.items()}
-    if path is not Path.SMALL_M:
-        times["rows copied at once"] = us_of(path, num_tokens, copy_bytes=2 * SHAPE.hidden)
-    if path is Path.LARGE_M:
-        times["all peers at once"] = us_of(path, num_tokens, in_turn=False)
-        times["both at once"] = us_of(path, num_tokens, in_turn=False, copy_bytes=2 * SHAPE.hidden)
-    return times
+    return {name: us_of(path, num_tokens, plan=plan) for name, plan in plans.items()}
 
 
 def choices() -> list[str]:
