@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from megamoe import run_trial
+from megamoe import check_backend, run_trial
 from service.config import ServiceConfig
 
 
 def print_trial(config: ServiceConfig) -> bool:
-    """Run and print every case; True if all of them are right. Raises PeerTimeoutError."""
+    """Run and print every case; True if all of them are right. Raises ConfigError, PeerTimeoutError."""
+    check_backend(config.bundle)
     out = Console(highlight=False, soft_wrap=True)
     shape, where = config.moe_shape, f" ({config.device})" if config.backend == "gfx950" else ""
     out.print(
