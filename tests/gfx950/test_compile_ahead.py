@@ -25,6 +25,9 @@ SETTINGS = [
     "--no-large-m-enabled",
 ]  # fmt: skip
 
+WAIT, WAIT_FOR_LESS = b"\x70\x0f\x8c\xbf", b"\x71\x0f\x8c\xbf"
+"""`s_waitcnt vmcnt(0)` and `vmcnt(1)`."""
+
 
 def megamoe(*arguments: str) -> tuple[int, str]:
     """The exit status and output of a command."""
@@ -73,6 +76,19 @@ def test_check_names_each_kernel_that_a_folder_lacks(folder: Path, tmp_path: Pat
     assert "sha256 of" in text
     assert f"{tmp_path} lacks 3 kernels" in text
     assert megamoe("compile", *SETTINGS, "--out", str(tmp_path), "--jobs", "1")[0] == 0
+    assert megamoe("compile", *SETTINGS, "--out", str(tmp_path), "--check")[0] == 0
+
+
+def test_a_kernel_with_another_bit_is_compiled_anew(folder: Path, tmp_path: Path) -> None:
+    """It decodes as well as before: its digest alone says that it is not what was compiled."""
+    (altered,) = copy_of(folder, tmp_path).glob("combine-*")
+    whole = altered.read_bytes()
+    assert WAIT in whole
+    altered.write_bytes(whole.replace(WAIT, WAIT_FOR_LESS, 1))
+    status, text = megamoe("compile", *SETTINGS, "--out", str(tmp_path), "--check")
+    assert (status, text.count("sha256 of")) == (1, 1)
+    assert megamoe("compile", *SETTINGS, "--out", str(tmp_path), "--jobs", "1")[0] == 0
+    assert altered.read_bytes() == whole
     assert megamoe("compile", *SETTINGS, "--out", str(tmp_path), "--check")[0] == 0
 
 

@@ -36,7 +36,7 @@ from megamoe.backends.gfx950.build import (
 from megamoe.backends.gfx950.launches import alone_specs, kernel_specs, small_m_specs
 from megamoe.backends.gfx950.plan import plan_launch, rows_bucket
 from megamoe.bundle import Bundle, Path, RowFormat
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, must_be
 from megamoe.layout import plan_layout
 
 BUILT = (Path.FIXED_SLOT, Path.LARGE_M, Path.COMPACT)
@@ -83,11 +83,12 @@ def _tiles(bundle: Bundle, path: Path) -> set[int]:
 
 def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
     """Bring every kernel of a deployment into `folder`, several at a time (0: a process a core), and yield them as they
-    come; the manifest is written last.
+    come; the manifest is written last. What is there but not as an earlier manifest says is compiled anew.
 
     Raises ConfigError (no FlyDSL or linker, a folder that cannot be written, a compiler that died).
     """
     specs = kernels_of(bundle)
+    _drop_altered(specs, folder)
     todo = {title: specs[title] for title in missing(specs, folder)}
     found = ((load_or_compile(spec, folder), 0.0) for title, spec in specs.items() if title not in todo)
     made = _compile_all(list(todo.values()), folder, num_jobs or len(os.sched_getaffinity(0)))
@@ -101,6 +102,21 @@ def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> I
             num_kernels=len(specs),
         )
     _write_manifest(folder, specs)
+
+
+def _drop_altered(specs: dict[str, KernelSpec], folder: FilePath) -> None:
+    """Remove code objects whose digest is another than the manifest's, lest it be written over with theirs."""
+    try:
+        entries = manifest(folder)
+    except ConfigError:  # nothing to compare with
+        return
+    for name in {spec.file for spec in specs.values()} & entries.keys():
+        path = folder / name
+        try:
+            if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != entries[name]["sha256"]:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(must_be(f"kernel {path}", "one that can be replaced", error)) from error
 
 
 def _compile_all(specs: list[KernelSpec], folder: FilePath, num_jobs: int) -> Iterator[tuple[Code, float]]:
