@@ -37,3 +37,11 @@ def test_nothing_starts_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> No
         asyncio.run(Supervisor(config).run())
     assert time.monotonic() - start < 5
     assert not {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("megamoe-")}
+
+
+def test_heaps_on_a_real_mi355x_take_no_shared_memory() -> None:
+    emulated = load_config(overrides={"profile": "emulated"}, env=False)
+    real = load_config(overrides={"profile": "deepseek-v4-pro-ep8", "backend": "gfx950"}, env=False)
+    assert memory.shm_bytes(emulated)["heaps"] > 0
+    assert memory.shm_bytes(real)["heaps"] == 0
+    assert memory.shm_bytes(real)["request rings"] > 0
