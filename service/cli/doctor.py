@@ -48,12 +48,18 @@ def _shared_memory(config: ServiceConfig) -> Finding:
     return Finding(need <= free, f"/dev/shm: {_size(need)} needed, {_size(free)} free (Docker: --shm-size)")
 
 
-def _memory(config: ServiceConfig) -> Finding:
+def memory_bytes(config: ServiceConfig) -> int:
+    """What all ranks together take of this host's memory, roughly."""
     shape = config.moe_shape
+    # Weights of GPUs pass through the host a layer at a time.
+    num_layers = 1 if config.on_gpu else shape.num_layers
     # A rank's interpreter with torch takes about 200 MiB beside its weights (measured, CPU build).
-    need = shape.num_ranks * (shape.weight_bytes_per_rank_and_layer * shape.num_layers + (200 << 20))
-    need += sum(shm_bytes(config).values())
-    free = psutil.virtual_memory().available
+    ranks = shape.num_ranks * (shape.weight_bytes_per_rank_and_layer * num_layers + (200 << 20))
+    return ranks + sum(shm_bytes(config).values())
+
+
+def _memory(config: ServiceConfig) -> Finding:
+    need, free = memory_bytes(config), psutil.virtual_memory().available
     return Finding(need <= free, f"memory: about {_size(need)} needed, {_size(free)} available")
 
 

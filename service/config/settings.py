@@ -188,6 +188,11 @@ class ServiceConfig(BaseModel):
     def public_host(self) -> str:
         return self.advertise_host or self.host
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether weights and heaps lie in the memory of GPUs, not in this host's."""
+        return self.backend != "cpu" and self.device == "real"
+
     def check(self) -> ServiceConfig:
         """Build everything derived, so that impossible settings are refused before anything starts."""
         _ = self.bundle

@@ -11,10 +11,9 @@ from service.ring.specs import ring_specs
 
 
 def shm_bytes(config: ServiceConfig) -> dict[str, int]:
-    """Bytes of /dev/shm by purpose, all ranks together. Heaps on an MI355X are its own memory."""
+    """Bytes of /dev/shm by purpose, all ranks together. Heaps on GPUs are their own memory."""
     num_ranks = config.moe_shape.num_ranks
-    on_device = config.backend == "gfx950" and config.device == "real"
-    heap = 0 if on_device else plan_layout(config.bundle).num_bytes_all_ranks
+    heap = 0 if config.on_gpu else plan_layout(config.bundle).num_bytes_all_ranks
     rings = num_ranks * sum(spec.num_bytes for spec in ring_specs(config))
     return {"heaps": heap, "request rings": rings}
 

@@ -99,7 +99,8 @@ class Code:
 
 @cache
 def _sources() -> tuple[Path, ...]:
-    return (*sorted(_KERNELS.glob("*.py")), Path(__file__).with_name("record.py"))
+    own = Path(__file__)
+    return (*sorted(_KERNELS.glob("*.py")), own.with_name("record.py"), own.parents[2] / "layout.py")
 
 
 def _check_version() -> None:

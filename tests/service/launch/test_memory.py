@@ -10,6 +10,7 @@ import pytest
 
 from megamoe import shm_free_bytes
 from megamoe.errors import HeapError
+from service.cli import doctor
 from service.config import load_config
 from service.launch import local_launcher, memory
 from service.launch.supervisor import Supervisor
@@ -39,9 +40,12 @@ def test_nothing_starts_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> No
     assert not {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("megamoe-")}
 
 
-def test_heaps_on_a_real_mi355x_take_no_shared_memory() -> None:
+@pytest.mark.parametrize("backend", ["gfx950", "hopper"])
+def test_heaps_and_weights_on_gpus_take_no_memory_of_the_host(backend: str) -> None:
     emulated = load_config(overrides={"profile": "emulated"}, env=False)
-    real = load_config(overrides={"profile": "deepseek-v4-pro-ep8", "backend": "gfx950"}, env=False)
+    real = load_config(overrides={"profile": "deepseek-v4-pro-ep8", "backend": backend}, env=False)
+    cpu = load_config(overrides={"profile": "deepseek-v4-pro-ep8"}, env=False)
     assert memory.shm_bytes(emulated)["heaps"] > 0
     assert memory.shm_bytes(real)["heaps"] == 0
     assert memory.shm_bytes(real)["request rings"] > 0
+    assert doctor.memory_bytes(real) < 40 << 30 < 700 << 30 < doctor.memory_bytes(cpu)
