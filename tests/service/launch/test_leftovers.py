@@ -25,7 +25,9 @@ with marked(sys.argv[1]):
     print("up", flush=True)
     time.sleep(60)
 """
-JANITOR = "from service.leftovers import with_janitor\nwith marked(sys.argv[1]), with_janitor(sys.argv[1]):"
+JANITOR = (
+    "from service.launch.leftovers import with_janitor\nwith marked(sys.argv[1]), with_janitor(sys.argv[1]):"
+)
 
 
 @pytest.fixture
