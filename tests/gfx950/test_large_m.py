@@ -235,3 +235,24 @@ def test_more_rows_than_a_workgroup_lists_at_once() -> None:
         large, _ = ranks.run(Path.LARGE_M, batches, epoch=1)
         assert torch.equal(torch.cat(large), torch.cat(compact))
         assert ranks.reports() == []
+
+
+@pytest.mark.parametrize(("num_ranks", "num_cus", "num_senders"), [(4, 8, 2), (4, 24, 6), (2, 32, 8)])
+def test_any_number_of_senders(num_ranks: int, num_cus: int, num_senders: int) -> None:
+    """Fewer senders than ranks, several a destination, also unevenly: every row goes once, a flag tells of all."""
+    shape = shape_of(128, 512, num_ranks=num_ranks, num_experts=8, num_topk=2)
+    deployment = emulated(shape, max_tokens_per_rank=256, large_m_capacity=256)
+    rows = [200, 70, 0, 33][:num_ranks]
+    batches = batches_of(shape, rows, "uniform")
+    with Ranks(deployment, seed=5, num_cus=num_cus) as ranks:
+        assert plan_launch(shape, max(rows), num_cus).large_m_senders == num_senders
+        ranks.bind()
+        compact, _ = ranks.run(Path.COMPACT, batches, epoch=0)
+        large, _ = ranks.run(Path.LARGE_M, batches, epoch=1)
+        assert torch.equal(torch.cat(large), torch.cat(compact))
+        assert ranks.reports() == []
+        for rank, backend in enumerate(ranks.backends):
+            owners = batches[rank].topk_ids // shape.num_experts_per_rank
+            others = [owner for owner in range(num_ranks) if owner != rank]
+            sent = sum(int((owners == owner).any(dim=1).sum()) for owner in others)
+            assert int(backend.launches.control.read(torch.int32, (1,), 8 * Word.ROWS_SENT)) == sent
