@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from loadgen.report.report import none_completed
 from megamoe.errors import MegaMoeError
 
 EXIT_FAILED = 1
@@ -20,7 +21,9 @@ def exit_status(report: dict[str, Any]) -> int:
     """What a run tells its caller."""
     if report["run_aborted"] or report["requests"]["failed"] or report["service_steps_match"] is False:
         return EXIT_FAILED
-    return EXIT_CANCELLED if report["run_cancelled"] else 0
+    if report["run_cancelled"]:
+        return EXIT_CANCELLED
+    return EXIT_FAILED if none_completed(report["request_accounting"], report["scenario"]) else 0
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 Without a command loadgen runs a scenario; the commands beside it (`loadgen synth` ...) are added by `cli_*`.
 
-Exit status: 0 all requests succeeded; 1 some failed, the run was aborted, or the service counted other steps than
-were made; 2 the run was refused before it began; 130 cancelled with Ctrl-C (the report is written all the same).
+Exit status: 0 all requests succeeded; 1 some failed, none completed, the run was aborted, or the service counted
+other steps than were made; 2 the run was refused before it began; 130 cancelled with Ctrl-C (the report is written all
+the same).
 """
 
 from __future__ import annotations

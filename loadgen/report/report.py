@@ -28,7 +28,7 @@ from loadgen.report.figures import (
     successful,
     throughput_figures,
 )
-from loadgen.scenario.scenario import ScenarioConfig
+from loadgen.scenario.scenario import FIXED, ScenarioConfig
 from loadgen.steps.records import PathTimes, RunPhase, RunRecord
 from loadgen.tier.attention_tier import TierConfig
 from loadgen.tier.attention_time import AttentionTime
@@ -124,6 +124,11 @@ def build_report(
     }
 
 
+def none_completed(sent: dict[str, Any], scenario: str) -> bool:
+    """Whether requests were sent and none completed: then nothing was measured. Constant rows are never complete."""
+    return scenario != FIXED and sent["profile"]["sent"] > 0 and not sent["profile"]["completed"]
+
+
 def _reasons_of_run(
     record: RunRecord, config: ScenarioConfig, sent: dict[str, Any], simulated: dict[str, Any] | None
 ) -> list[str]:
@@ -142,6 +147,8 @@ def _reasons_of_run(
             f"{profile['context_overflow']} of {profile['sent']} requests overflow the context, more than "
             f"{config.max_overflow_share:.0%}"
         )
+    if none_completed(sent, config.scenario):
+        reasons.append(f"none of {profile['sent']} requests completed")
     if profile["failed"] + sent["warmup"]["failed"]:
         reasons.append(f"{profile['failed'] + sent['warmup']['failed']} requests failed")
     return reasons

@@ -127,6 +127,21 @@ def test_a_failed_request_makes_the_status_non_zero(
     assert "failed" in text
 
 
+def test_a_run_in_which_nothing_completes_makes_the_status_non_zero(
+    connected: Callable[..., RealTimeTier], tmp_path: Path
+) -> None:
+    connected()
+    short = ["--duration", "0.3", "--warmup-requests", "0", "--grace-period", "0", "--plain"]
+    status, _ = invoke("--scenario", "uniform", "--output-tokens", "100000", *short, out=tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["requests"]["completed"] == report["requests"]["failed"] == 0
+    assert status == 1
+    assert any(
+        re.fullmatch(r"none of \d+ requests completed", reason)
+        for reason in report["submission_invalid_reasons"]
+    )
+
+
 def test_other_counts_of_the_service_make_the_status_non_zero(
     connected: Callable[..., RealTimeTier], tmp_path: Path
 ) -> None:
