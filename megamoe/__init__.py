@@ -11,6 +11,7 @@ from megamoe.backends import (
     count_work,
     diagnose,
     missing_kernels,
+    share_memory,
 )
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
 from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
@@ -25,6 +26,14 @@ from megamoe.bundle import (
 )
 from megamoe.checkpoint import load_layer, save_layer
 from megamoe.layout import HeapLayout, Region, plan_layout
+from megamoe.memory import (
+    MEMORY_ALIGN,
+    MemoryHandle,
+    MemoryKind,
+    OpenMemory,
+    SharedMemory,
+    remove_unowned,
+)
 from megamoe.path import PathPolicy, StagedPolicies, SubStep, choose_path, is_fall_off
 from megamoe.routing import DISTRIBUTIONS, route_rank
 from megamoe.runtime import Runtime
@@ -48,9 +57,13 @@ __all__ = [
     "HeapLayout",
     "KernelWork",
     "LayerWeights",
+    "MEMORY_ALIGN",
+    "MemoryHandle",
+    "MemoryKind",
     "MoeBatch",
     "MoeOutput",
     "MoeShape",
+    "OpenMemory",
     "Path",
     "PathPolicy",
     "Phase",
@@ -59,6 +72,7 @@ __all__ = [
     "RowFormat",
     "Runtime",
     "RuntimeSpec",
+    "SharedMemory",
     "SharedSegment",
     "StageTimes",
     "StagedPolicies",
@@ -85,11 +99,13 @@ __all__ = [
     "preset",
     "prev_power_of_2",
     "random_layer_weights",
+    "remove_unowned",
     "run_bench",
     "run_trial",
     "route_rank",
     "save_layer",
     "shard",
+    "share_memory",
     "shm_free_bytes",
     "unlink_all",
 ]

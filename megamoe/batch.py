@@ -43,11 +43,14 @@ class MoeBatch:
         hidden_states_sf: torch.Tensor | None = None,
         *,
         device: torch.device | str = "cpu",
+        rows_device: torch.device | str | None = None,
     ) -> MoeBatch:
         """Check everything that can be wrong with a batch. Raises InvalidArgumentError naming field, wanted, got.
 
         FP8 rows and scales may come as their typed forms (float8_e4m3fn, float8_e8m0fnu) or as bytes.
+        rows_device: where hidden_states and their scales lie when that is not `device`: memory that a caller lends.
         """
+        rows_device = device if rows_device is None else rows_device
         num_rows = hidden_states.shape[0] if hidden_states.dim() else -1
         if hidden_states_sf is None:
             _check(
@@ -55,7 +58,7 @@ class MoeBatch:
                 hidden_states,
                 (num_rows, shape.hidden),
                 (torch.bfloat16,),
-                device,
+                rows_device,
             )
         else:
             _check(
@@ -63,7 +66,7 @@ class MoeBatch:
                 hidden_states,
                 (num_rows, shape.hidden),
                 (torch.uint8, torch.float8_e4m3fn),
-                device,
+                rows_device,
             )
             sf_shape = (num_rows, shape.hidden // MX_BLOCK)
             _check(
@@ -71,7 +74,7 @@ class MoeBatch:
                 hidden_states_sf,
                 sf_shape,
                 (torch.uint8, torch.float8_e8m0fnu),
-                device,
+                rows_device,
             )
             hidden_states = hidden_states.view(torch.uint8)
             hidden_states_sf = hidden_states_sf.view(torch.uint8)

@@ -22,6 +22,7 @@ from megamoe.errors import (
     StaleCallError,
     must_be,
 )
+from megamoe.memory import MemoryHandle, OpenMemory
 from megamoe.path import PathPolicy, StagedPolicies, SubStep, choose_path
 from megamoe.selftest import ExpertRows, check_expert
 from megamoe.step import StepPlan
@@ -222,6 +223,21 @@ class Runtime:
         except BaseException as error:
             backend.abandon(error)
             raise
+
+    # ------------------------------------------------------------------------------------- memory of callers
+
+    def open_memory(self, handle: MemoryHandle) -> OpenMemory:
+        """Memory that a caller on this host lends (`share_memory`): `forward` takes tensors in it as rows and as out.
+
+        Raises InvalidArgumentError: a kind that this backend does not open, or memory that is not as the handle says.
+        """
+        kinds = self.backend.memory_kinds
+        if handle.kind not in kinds:
+            wanted = (
+                f"one of {', '.join(kinds)} (backend {self.bundle.deployment.backend})" if kinds else "none"
+            )
+            raise InvalidArgumentError(must_be("memory.kind", wanted, handle.kind))
+        return self.backend.open_memory(handle)
 
     # ------------------------------------------------------------------------------------- end
 

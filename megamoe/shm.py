@@ -42,8 +42,11 @@ class SharedSegment:
         self.base_ptr = self.bytes_u8.data_ptr()
 
     @classmethod
-    def create(cls, name: str, num_bytes: int) -> SharedSegment:
-        """Allocate `num_bytes` (rounded up to pages), zeroed. Raises HeapError when it does not fit or exists."""
+    def create(cls, name: str, num_bytes: int, *, prefault: bool = False) -> SharedSegment:
+        """Allocate `num_bytes` (rounded up to pages), zeroed. Raises HeapError when it does not fit or exists.
+
+        prefault: map every page now instead of at its first touch.
+        """
         num_bytes = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         path = _path_of(name)
         try:
@@ -65,12 +68,12 @@ class SharedSegment:
                         f"{free} ({error.strerror})",
                     )
                 ) from error
-            return cls(name, mmap.mmap(fd, num_bytes), owner=True)
+            return cls(name, _map(fd, num_bytes, prefault), owner=True)
         finally:
             os.close(fd)
 
     @classmethod
-    def attach(cls, name: str, *, timeout_s: float = 0.0) -> SharedSegment:
+    def attach(cls, name: str, *, timeout_s: float = 0.0, prefault: bool = False) -> SharedSegment:
         """Map an existing segment, waiting up to timeout_s for it to appear. Raises HeapError if it does not."""
         path = _path_of(name)
         deadline = time.monotonic() + timeout_s
@@ -84,7 +87,7 @@ class SharedSegment:
                     # Between the creator's open and its fallocate the file is there, and empty.
                     num_bytes = os.fstat(fd).st_size
                     if num_bytes:
-                        return cls(name, mmap.mmap(fd, num_bytes), owner=False)
+                        return cls(name, _map(fd, num_bytes, prefault), owner=False)
                 finally:
                     os.close(fd)
             if time.monotonic() >= deadline:
@@ -123,6 +126,10 @@ class SharedSegment:
     def unlink(self) -> None:
         """Remove the name. Safe to call twice; only meant for whoever created it or cleans up after it."""
         _path_of(self.name).unlink(missing_ok=True)
+
+
+def _map(fd: int, num_bytes: int, prefault: bool) -> mmap.mmap:
+    return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0))
 
 
 def _path_of(name: str) -> Path:

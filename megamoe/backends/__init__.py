@@ -17,7 +17,8 @@ import torch
 
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, Deployment, Path, plan_bundle
-from megamoe.errors import ConfigError, must_be
+from megamoe.errors import ConfigError, InvalidArgumentError, must_be
+from megamoe.memory import HostMemory, MemoryHandle, MemoryKind, OpenMemory, SharedMemory
 from megamoe.path import SubStep
 from megamoe.weights import LayerWeights
 
@@ -26,6 +27,8 @@ _MODULES = {
     "hopper": "megamoe.backends.hopper",
     "gfx950": "megamoe.backends.gfx950",
 }
+_SHARED_BY = {MemoryKind.CUDA_IPC: "hopper"}
+"""Whose `share_memory(num_bytes, device)`, beside its `open_backend`, lends memory of a kind that needs a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,15 @@ class Launch:
 
 class Backend(Protocol):
     """One rank of a device group. Opened by `open_backend`; not thread-safe: one thread owns it."""
+
+    memory_kinds: tuple[MemoryKind, ...]
+    """What `open_memory` opens: tensors in such memory may be rows and results of a sub-step."""
+
+    def open_memory(self, handle: MemoryHandle) -> OpenMemory:
+        """Memory of another process for `begin`'s tensors. Asked only for kinds of memory_kinds.
+
+        Raises InvalidArgumentError naming what of the handle is wrong: no such memory, less of it, another device.
+        """
 
     def bind(
         self,
@@ -142,6 +154,26 @@ def open_backend(
     """
     opener: Opener = _module(name).open_backend
     return opener(bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s)
+
+
+def share_memory(num_bytes: int, *, kind: str = MemoryKind.POSIX_SHM, device: str = "") -> SharedMemory:
+    """Memory of this process that a rank on the same host can open: rows are read and results written in place.
+
+    kind: a MemoryKind. device: for cuda_ipc, torch's name of the GPU that holds it ("cuda:0"). Close it after the ranks
+    have; a caller that is killed leaves nothing behind.
+    Raises InvalidArgumentError (unknown kind), ConfigError (this machine or installation has no such memory), HeapError
+    (memory is short).
+    """
+    if kind == MemoryKind.POSIX_SHM:
+        return HostMemory.share(num_bytes)
+    if kind not in set(MemoryKind):
+        raise InvalidArgumentError(must_be("kind", f"one of {', '.join(MemoryKind)}", repr(kind)))
+    lend: Callable[..., SharedMemory] | None = getattr(
+        _module(_SHARED_BY[MemoryKind(kind)]), "share_memory", None
+    )
+    if lend is None:
+        raise ConfigError(must_be("kind of memory", f"{MemoryKind.POSIX_SHM} in this version", kind))
+    return lend(num_bytes, device)
 
 
 def check_backend(bundle: Bundle) -> None:

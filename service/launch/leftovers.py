@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from megamoe import SHM_DIR, unlink_all
+from megamoe import SHM_DIR, remove_unowned, unlink_all
 
 log = logging.getLogger("megamoe.supervisor")
 
@@ -63,8 +63,8 @@ def with_janitor(service: str) -> Iterator[None]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the segments of services that live no more; returns their names."""
-    removed: list[str] = []
+    """Remove the segments of services, and the memory lent by callers, that live no more; returns their names."""
+    removed = remove_unowned()
     for path in sorted(SHM_DIR.glob(f"{_MARK}megamoe-*")):
         with contextlib.suppress(OSError):  # it ended just now, or belongs to another user
             if _is_locked(path):
@@ -72,7 +72,7 @@ def remove_leftovers() -> list[str]:
             removed += unlink_all(path.name.removeprefix(_MARK))
             path.unlink()
     if removed:
-        log.warning("removed %d segments that killed services had left in %s", len(removed), SHM_DIR)
+        log.warning("removed %d segments that killed processes had left in %s", len(removed), SHM_DIR)
     return removed
 
 

@@ -21,6 +21,7 @@ from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, Path
 from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError, must_be
 from megamoe.layout import FlagKind, plan_layout
+from megamoe.memory import HostMemory, MemoryHandle, MemoryKind
 from megamoe.weights import LayerWeights
 
 _PATHS: dict[Path, type[PathRun]] = {
@@ -37,6 +38,8 @@ class CpuBackend:
     Sets torch to one thread in this process: the ranks are the parallelism, and the bits of a matmul may depend on
     its thread count.
     """
+
+    memory_kinds = (MemoryKind.POSIX_SHM,)
 
     def __init__(
         self, bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
@@ -151,6 +154,9 @@ class CpuBackend:
         if self._call is None or self._path is None:
             raise InternalError("no sub-step is under way: begin comes first; this is a bug")
         return self._call, self._path
+
+    def open_memory(self, handle: MemoryHandle) -> HostMemory:
+        return HostMemory.open(handle)
 
     def close(self) -> None:
         self._call = self._path = None

@@ -32,6 +32,7 @@ from megamoe.errors import (
     must_be,
 )
 from megamoe.layout import FlagKind, plan_layout
+from megamoe.memory import MemoryHandle, MemoryKind, OpenMemory
 from megamoe.path import SubStep
 from megamoe.weights import LayerWeights
 
@@ -81,6 +82,8 @@ class Gfx950Backend:
 
     use_graphs: capture sub-steps of fixed_slot and small_m; else all kernels are launched each time.
     """
+
+    memory_kinds: tuple[MemoryKind, ...] = ()
 
     def __init__(
         self, bundle: Bundle, device: Device, *, num_slots: int | None = None, use_graphs: bool = True
@@ -317,6 +320,9 @@ class Gfx950Backend:
         if self._call is None:
             raise InternalError("no sub-step is under way: begin comes first; this is a bug")
         return self._call
+
+    def open_memory(self, handle: MemoryHandle) -> OpenMemory:
+        raise InternalError(f"asked to open {handle.kind}, which is none of its memory_kinds: this is a bug")
 
     def close(self) -> None:
         if self._closed:

@@ -46,6 +46,7 @@ from megamoe.errors import (
     must_be,
 )
 from megamoe.layout import FlagKind, plan_layout
+from megamoe.memory import MemoryHandle, MemoryKind, OpenMemory
 from megamoe.weights import LayerWeights
 
 _FLAG_BYTES = 8
@@ -57,6 +58,8 @@ _warming = threading.Lock()
 
 class HopperBackend:
     """Implements megamoe.backends.Backend. One thread owns it."""
+
+    memory_kinds: tuple[MemoryKind, ...] = ()
 
     def __init__(
         self, bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
@@ -268,6 +271,9 @@ class HopperBackend:
         if self._call is None:
             raise InternalError("no sub-step is under way: begin comes first; this is a bug")
         return self._call
+
+    def open_memory(self, handle: MemoryHandle) -> OpenMemory:
+        raise InternalError(f"asked to open {handle.kind}, which is none of its memory_kinds: this is a bug")
 
     def close(self) -> None:
         if self._closed:
