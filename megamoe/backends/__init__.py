@@ -221,7 +221,10 @@ def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> I
 
 
 def missing_kernels(bundle: Bundle, folder: FilePath) -> list[str]:
-    """Every kernel that a deployment would need and a shipped folder lacks or holds damaged, with the reason."""
+    """Every kernel that a deployment would need and a shipped folder lacks or holds damaged, with the reason.
+
+    Raises ConfigError for a folder that nothing is known of: no manifest, or a damaged one.
+    """
     lacking: list[str] = _tool(bundle, "missing_kernels")(bundle, folder)
     return lacking
 

@@ -135,6 +135,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+def test_check_says_once_that_a_manifest_is_damaged(folder: Path, tmp_path: Path) -> None:
+    (copy_of(folder, tmp_path) / build.MANIFEST).write_text("{")
+    status, text = megamoe("compile", *SETTINGS, "--out", str(tmp_path), "--check")
+    assert (status, text.count("JSONDecodeError")) == (1, 1)
+    assert "missing: " not in text
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_manifest_is_named(folder: Path, tmp_path: Path, name: str) -> None:
     damage, match = DAMAGES[name]

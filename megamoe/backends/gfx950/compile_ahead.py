@@ -151,7 +151,11 @@ def _die_with(parent_pid: int) -> None:
 
 
 def missing_kernels(bundle: Bundle, folder: FilePath) -> list[str]:
-    """What a deployment would need and a shipped folder lacks, or holds other than its manifest says, each with why."""
+    """What a deployment would need and a shipped folder lacks, or holds other than its manifest says, each with why.
+
+    Raises ConfigError for a folder whose manifest is missing or damaged: then nothing is known of any kernel.
+    """
+    manifest(folder)
     lacking = []
     for spec in kernels_of(bundle).values():
         try:

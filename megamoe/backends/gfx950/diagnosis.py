@@ -52,7 +52,10 @@ def _device(bundle: Bundle) -> list[Finding]:
 def _kernels(bundle: Bundle) -> list[Finding]:
     folder = bundle.deployment.gfx950_kernels
     if folder:
-        lacking = missing_kernels(bundle, Path(folder))
+        try:
+            lacking = missing_kernels(bundle, Path(folder))
+        except ConfigError as error:
+            return [Finding(False, str(error))]
         what = f"kernels of {folder}: all that are needed"
         return [Finding(False, text) for text in lacking] or [Finding(True, what)]
     try:
