@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megamoe import MoeBatch, MoeShape, random_layer_weights, shard
-from megamoe.backends.hopper.baseline import Baseline, routes_of
+from megamoe.backends.hopper.baseline.grouped_mm import GroupedMm
+from megamoe.backends.hopper.baseline.routes import routes_of
 from megamoe.mx import dequantize_mxfp4
 from megamoe.reference import exact_moe, relative_l2
 from megamoe.routing import route
@@ -26,7 +27,7 @@ def test_baseline_is_the_layer(distribution: str, counts: tuple[int, int]) -> No
     for rank in range(2):
         own = shard(weights, SHAPE, rank).as_bytes()
         w13 = dequantize_mxfp4(own.w13_codes, own.w13_scales).bfloat16()
-        layers.append(Baseline(SHAPE, w13, dequantize_mxfp4(own.w2_codes, own.w2_scales).bfloat16()))
+        layers.append(GroupedMm(SHAPE, w13, dequantize_mxfp4(own.w2_codes, own.w2_scales).bfloat16()))
         routes.append(routes_of(SHAPE, everyone, rank, torch.device("cpu")))
         assert sum(routes[rank].splits) == 2 * counts[rank]
     sent = [

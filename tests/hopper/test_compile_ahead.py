@@ -8,8 +8,9 @@ from pathlib import Path as FilePath
 import pytest
 
 from megamoe import Path, RowFormat, plan_bundle
-from megamoe.backends.hopper import bench, compile_ahead, selftest, served
+from megamoe.backends.hopper import bench, compile_ahead, served
 from megamoe.backends.hopper.floors import ranks_of
+from megamoe.backends.hopper.selftest import cases as selftest
 from megamoe.shape import preset
 
 SCRIPT = FilePath(__file__).parents[2] / "tools" / "run_ep8.sh"

@@ -1,11 +1,10 @@
 """The Hopper backend: Triton and Gluon kernels for H100 and H200, ranks joined by peer stores and flags.
 
 packing: weights in tensor-core order. plan, record, buffers: what is launched with which tables, in which memory.
-device: the kernels, one file a stage, and their flags;
-references: the same stages in torch. kernels: launches, in the
-rooms named so. board: how large_m hands out work. served, call, graphs:
-what is served, sub-steps under way and captured ones. group, backend: ranks and the door. lockstep, selftest,
-bench: tests on a GPU; floors, baseline: what times are compared with. docs/hopper.md says how fast it is and why.
+device: the kernels, one file a stage, and their flags; references: the same stages in torch. kernels: launches, in the
+rooms named so. board: how large_m hands out work. served, call, graphs: what is served, sub-steps under way and
+captured ones. group, backend: ranks and the door. lockstep, selftest: tests on a GPU. bench, baseline, floors: times,
+what they are compared with, what a layer costs at least. docs/hopper.md says how fast it is and why.
 
 Nothing here imports Triton before a GPU backend is opened.
 """

@@ -118,8 +118,9 @@ def compile_all(jobs: Sequence[Job]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from megamoe.backends.hopper import bench, selftest
+    from megamoe.backends.hopper import bench
     from megamoe.backends.hopper.floors import ranks_of
+    from megamoe.backends.hopper.selftest import cases as selftest
 
     parser = argparse.ArgumentParser(description="compile the Hopper backend's kernels, without a GPU")
     parser.add_argument("--for", dest="uses", nargs="+", choices=["selftest", "bench"], default=["bench"])

@@ -1,0 +1,8 @@
+"""`python -m megamoe.backends.hopper.bench`."""
+
+import sys
+
+from megamoe.backends.hopper.bench.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""`python -m megamoe.backends.hopper.selftest`."""
+
+import sys
+
+from megamoe.backends.hopper.selftest.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())
