@@ -4,13 +4,18 @@ See CONTRIBUTING.md for the map of the house.
 """
 
 from megamoe.backends import (
+    DeviceBench,
+    DeviceSelftest,
     Finding,
     KernelWork,
+    bench_device,
     check_backend,
+    compile_ahead,
     compile_kernels,
     count_work,
     diagnose,
     missing_kernels,
+    selftest_device,
     share_memory,
 )
 from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
@@ -53,6 +58,8 @@ __all__ = [
     "Bundle",
     "Counters",
     "Deployment",
+    "DeviceBench",
+    "DeviceSelftest",
     "Finding",
     "HeapLayout",
     "KernelWork",
@@ -84,8 +91,10 @@ __all__ = [
     "Word",
     "agree",
     "bench_deployment",
+    "bench_device",
     "check_backend",
     "choose_path",
+    "compile_ahead",
     "compile_kernels",
     "count_work",
     "diagnose",
@@ -104,6 +113,7 @@ __all__ = [
     "run_trial",
     "route_rank",
     "save_layer",
+    "selftest_device",
     "shard",
     "share_memory",
     "shm_free_bytes",

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from megamoe.batch import MoeBatch, SubStepReport
-from megamoe.bundle import Bundle, Deployment, Path, plan_bundle
+from megamoe.bundle import Bundle, Deployment, Path
 from megamoe.errors import ConfigError, InvalidArgumentError, must_be
 from megamoe.memory import HostMemory, MemoryHandle, MemoryKind, OpenMemory, SharedMemory
 from megamoe.path import SubStep
+from megamoe.routing import DISTRIBUTIONS
+from megamoe.shape import MoeShape
 from megamoe.weights import LayerWeights
 
 _MODULES = {
@@ -140,6 +142,37 @@ class CompiledKernel:
     num_kernels: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceBench:
+    """What to time on a machine's GPUs. shape: of the whole deployment; each of num_ranks has an EP8 rank's experts.
+
+    tokens: a rank. paths: None = all that serve a size. baselines: torch's own parts and, where triton_kernels names
+    the folder of its files, that package. gemms: the expert GEMMs alone as well. json, plot: files to write.
+    """
+
+    shape: MoeShape
+    num_ranks: int = 1
+    tokens: tuple[int, ...] = tuple(1 << power for power in range(14))
+    distributions: tuple[str, ...] = DISTRIBUTIONS
+    paths: tuple[Path, ...] | None = None
+    baselines: bool = True
+    triton_kernels: FilePath | None = None
+    gemms: bool = False
+    json: FilePath | None = None
+    plot: FilePath | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSelftest:
+    """What to check on a machine's GPUs. num_ranks: they share GPUs where there are fewer. fast: one shape, BF16."""
+
+    num_ranks: int = 8
+    fast: bool = False
+    num_soak_steps: int = 50
+
+
+Say = Callable[[str], None]
+"""Takes a line as it comes."""
 Opener = Callable[..., Backend]
 
 
@@ -207,8 +240,31 @@ def count_work(
     """What sub-steps of `sizes` rows a rank do, counted on emulated devices. Raises ConfigError for real ones."""
     if not deployment.gfx950_emulated:
         raise ConfigError(must_be("device", "emulated", "real"))
-    work: list[KernelWork] = _tool(plan_bundle(deployment), "count_work")(deployment, sizes, distribution)
+    work: list[KernelWork] = _tool(deployment.backend, "count_work")(deployment, sizes, distribution)
     return work
+
+
+def compile_ahead(bundle: Bundle, say: Say) -> None:
+    """Compile what a deployment's ranks would compile when they open, on all cores, into the compiler's own cache.
+
+    Raises ConfigError: packages that are missing, a backend whose ranks compile nothing or from a folder.
+    """
+    _tool(bundle.deployment.backend, "compile_for")(bundle, say)
+
+
+def bench_device(backend: str, wanted: DeviceBench, say: Say) -> bool:
+    """Time a GPU backend at full size on this machine and tell of everything; True if nothing failed.
+
+    Raises ConfigError: no GPU, packages that are missing, a backend without such a bench; InvalidArgumentError.
+    """
+    done: bool = _tool(backend, "bench_device")(wanted, say)
+    return done
+
+
+def selftest_device(backend: str, wanted: DeviceSelftest, say: Say) -> bool:
+    """Check a GPU backend's paths, protocol and numbers on this machine; True if all are right. Raises ConfigError."""
+    right: bool = _tool(backend, "selftest_device")(wanted, say)
+    return right
 
 
 def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> Iterator[CompiledKernel]:
@@ -216,7 +272,9 @@ def compile_kernels(bundle: Bundle, folder: FilePath, *, num_jobs: int = 0) -> I
 
     Raises ConfigError: a backend that compiles at first use only, no compiler, a folder that cannot be written.
     """
-    kernels: Iterator[CompiledKernel] = _tool(bundle, "compile_kernels")(bundle, folder, num_jobs=num_jobs)
+    kernels: Iterator[CompiledKernel] = _tool(bundle.deployment.backend, "compile_kernels")(
+        bundle, folder, num_jobs=num_jobs
+    )
     return kernels
 
 
@@ -225,16 +283,15 @@ def missing_kernels(bundle: Bundle, folder: FilePath) -> list[str]:
 
     Raises ConfigError for a folder that nothing is known of: no manifest, or a damaged one.
     """
-    lacking: list[str] = _tool(bundle, "missing_kernels")(bundle, folder)
+    lacking: list[str] = _tool(bundle.deployment.backend, "missing_kernels")(bundle, folder)
     return lacking
 
 
-def _tool(bundle: Bundle, name: str) -> Any:
+def _tool(backend: str, name: str) -> Any:
     """A function that a backend may have beside its `open_backend`. Raises ConfigError where it has none."""
-    backend = bundle.deployment.backend
     tool = getattr(_module(backend), name, None)
     if tool is None:
-        raise ConfigError(must_be("backend", f"one with {name} (gfx950)", repr(backend)))
+        raise ConfigError(must_be("backend", f"one with {name}", repr(backend)))
     return tool
 
 

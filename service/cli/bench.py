@@ -29,14 +29,14 @@ def print_bench(
     config: ServiceConfig, *, sizes: str, paths: str, distribution: str, num_calls: int, as_deployed: bool
 ) -> None:
     """Run and print it. Raises InvalidArgumentError for sizes or paths that cannot be."""
-    numbers = _numbers(sizes)
+    numbers = numbers_of(sizes)
     if distribution not in DISTRIBUTIONS:
         raise InvalidArgumentError(
             must_be("distribution", f"one of {', '.join(DISTRIBUTIONS)}", repr(distribution))
         )
     deployment = config.deployment
     if config.backend == "gfx950" and config.device == "emulated":
-        _print_work(deployment, numbers, _paths(paths), distribution)
+        _print_work(deployment, numbers, paths_of(paths), distribution)
         return
     if not as_deployed:
         capacity = 1 << (max(numbers) - 1).bit_length()
@@ -45,7 +45,7 @@ def print_bench(
     wanted = BenchConfig(
         deployment=deployment,
         sizes=numbers,
-        paths=_paths(paths),
+        paths=paths_of(paths),
         distribution=distribution,
         num_calls=num_calls,
     )
@@ -102,7 +102,8 @@ def _print_work(
     )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers_of(text: str) -> tuple[int, ...]:
+    """Tokens a rank. Raises InvalidArgumentError."""
     try:
         numbers = tuple(sorted({int(part) for part in text.split(",") if part}))
     except ValueError:
@@ -113,7 +114,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def _paths(text: str) -> tuple[Path, ...] | None:
+def paths_of(text: str) -> tuple[Path, ...] | None:
+    """None for none. Raises InvalidArgumentError."""
     try:
         asked = {Path(part.strip()) for part in text.split(",") if part}
         return tuple(path for path in Path if path in asked) or None

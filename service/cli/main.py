@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from megamoe import DISTRIBUTIONS, check_backend
-from megamoe.errors import MegaMoeError
+from megamoe.errors import InvalidArgumentError, MegaMoeError, must_be
 from service.cli.options import with_config_options
 from service.config import ServiceConfig
 
@@ -81,23 +81,48 @@ def plan(config: ServiceConfig) -> None:
 @with_config_options
 def bench(
     config: ServiceConfig,
-    sizes: Annotated[str, typer.Option(help="tokens a rank, with commas between")] = "1,16,64,256",
+    sizes: Annotated[
+        str,
+        typer.Option(help="tokens a rank, with commas between [1,16,64,256; on hopper 1 to 8192]"),
+    ] = "",
     paths: Annotated[str, typer.Option(help="paths, with commas between; default: all that are built")] = "",
-    distribution: Annotated[str, typer.Option(help=f"routing: {', '.join(DISTRIBUTIONS)}")] = "uniform",
+    distribution: Annotated[
+        str,
+        typer.Option(
+            help=f"routing: {', '.join(DISTRIBUTIONS)} [uniform; on hopper all, or some with commas between]"
+        ),
+    ] = "",
     calls: Annotated[int, typer.Option(min=3, help="timed layer calls a path and size")] = 15,
     as_deployed: Annotated[
         bool, typer.Option(help="the deployment's own runtimes; otherwise every path is built for every size")
     ] = False,
+    json: Annotated[Path | None, typer.Option(help="hopper: file for all figures")] = None,
+    plot: Annotated[Path | None, typer.Option(help="hopper: file for a plot, .png, .svg or .pdf")] = None,
+    triton_kernels: Annotated[
+        Path | None, typer.Option(help="hopper: folder of that package, for a second baseline")
+    ] = None,
+    baselines: Annotated[bool, typer.Option(help="hopper: time the baselines in the same run")] = True,
+    gemms: Annotated[bool, typer.Option(help="hopper: time the expert GEMMs alone as well")] = False,
 ) -> None:
-    """Latency and rows/s per path and size without the service around it, and the ratio to plain torch."""
+    """Latency and rows/s per path and size without the service around it, and the ratio to plain torch.
+
+    On hopper at DeepSeek-V4-Pro's dimensions, 48 experts a rank, a rank a GPU (--ranks), unless --shape says otherwise:
+    captured graphs, the machine's own floor and the fraction of it that is reached, and two baselines.
+    """
+    from service.cli import gpu
     from service.cli.bench import print_bench
 
     with _told():
+        if config.backend == "hopper":
+            files = gpu.Files(json=json, plot=plot, triton_kernels=triton_kernels)
+            right = gpu.bench(config, sizes, paths, distribution, files, baselines=baselines, gemms=gemms)
+            raise typer.Exit(not right)
+        gpu.refuse_elsewhere(config, json=json, plot=plot, triton_kernels=triton_kernels, gemms=gemms)
         print_bench(
             config,
-            sizes=sizes,
+            sizes=sizes or "1,16,64,256",
             paths=paths,
-            distribution=distribution,
+            distribution=distribution or "uniform",
             num_calls=calls,
             as_deployed=as_deployed,
         )
@@ -105,12 +130,29 @@ def bench(
 
 @app.command()
 @with_config_options
-def selftest(config: ServiceConfig) -> None:
-    """Every path of a deployment, on a process a rank, against the oracles: is it right on this machine?"""
+def selftest(
+    config: ServiceConfig,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="hopper: one shape and BF16 rows, all ranks in one process")
+    ] = False,
+    soak: Annotated[int, typer.Option(min=1, help="hopper: mixed steps of the soak")] = 50,
+) -> None:
+    """Every path of a deployment, on a process a rank, against the oracles: is it right on this machine?
+
+    On hopper before that the backend's own shapes, all ranks in one process, sharing GPUs where there are fewer.
+    """
+    from service.cli import gpu
     from service.cli.trial import print_trial
 
     with _told():
-        if not print_trial(config):
+        right = True
+        if config.backend == "hopper":
+            right = gpu.selftest(config, fast=fast, num_soak_steps=soak)
+        else:
+            gpu.refuse_elsewhere(config, fast=fast)
+        if not fast:
+            right &= print_trial(config)
+        if not right:
             raise typer.Exit(1)
 
 
@@ -118,16 +160,27 @@ def selftest(config: ServiceConfig) -> None:
 @with_config_options
 def compile_command(
     config: ServiceConfig,
-    out: Annotated[Path, typer.Option(help="folder to fill, for --gfx950-kernels")],
+    out: Annotated[
+        Path | None, typer.Option(help="folder to fill, for --gfx950-kernels; on hopper none")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="compile nothing; name every kernel that it lacks")
     ] = False,
     jobs: Annotated[int, typer.Option(min=0, help="compiling processes, 400 MB each; 0 = one a core")] = 0,
 ) -> None:
-    """Every gfx950 kernel of a deployment as a code object, without a GPU; with --check, whether a folder has them."""
+    """Every gfx950 kernel of a deployment as a code object, without a GPU; with --check, whether a folder has them.
+
+    With --backend hopper its kernels go into Triton's own cache, from which ranks take them when they open.
+    """
+    from service.cli import gpu
     from service.cli.compile import print_compiled, print_missing
 
     with _told():
+        if config.backend == "hopper":
+            gpu.compile_kernels(config)
+            return
+        if out is None:
+            raise InvalidArgumentError(must_be("out", "a folder to fill", "none"))
         if check and not print_missing(config, out):
             raise typer.Exit(1)
         if not check:

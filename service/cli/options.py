@@ -15,6 +15,8 @@ from megamoe.errors import ConfigError
 from service.config import ServiceConfig, default_text, load_config, parse_text
 
 _SIMPLE = (bool, int, float)
+_SHORT = {"num_ranks": ("--ranks",)}
+"""Other spellings of an option."""
 
 
 def with_config_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +59,7 @@ def _option(name: str, kind: Any, *flags: str, text: str) -> inspect.Parameter:
 def _setting(name: str, field: FieldInfo) -> inspect.Parameter:
     kind = field.annotation if field.annotation in _SIMPLE else str
     flag = "--" + name.replace("_", "-")
-    flags = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
+    flags = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag, *_SHORT.get(name, ()))
     default = default_text(name)
     text = f"{field.description} [{default}]" if default else str(field.description)
     return _option(name, Optional[kind], *flags, text=text)  # noqa: UP045

@@ -176,7 +176,7 @@ def test_a_backend_that_compiles_at_first_use_has_nothing_to_ship(tmp_path: Path
     from megamoe import Deployment, compile_kernels, preset
 
     bundle = plan_bundle(Deployment(shape=preset("demo"), backend="hopper"))
-    with pytest.raises(ConfigError, match="backend must be one with compile_kernels .gfx950., got 'hopper'"):
+    with pytest.raises(ConfigError, match="backend must be one with compile_kernels, got 'hopper'"):
         list(compile_kernels(bundle, tmp_path))
 
 

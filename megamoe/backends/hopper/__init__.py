@@ -4,7 +4,8 @@ packing: weights in tensor-core order. plan, record, buffers: what is launched w
 device: the kernels, one file a stage, and their flags; references: the same stages in torch. kernels: launches, in the
 rooms named so. board: how large_m hands out work. served, call, graphs: what is served, sub-steps under way and
 captured ones. group, backend: ranks and the door. lockstep, selftest: tests on a GPU. bench, baseline, floors: times,
-what they are compared with, what a layer costs at least. docs/hopper.md says how fast it is and why.
+what they are compared with, what a layer costs at least. commands: what a person types. docs/hopper.md says how fast
+it is and why.
 
 Nothing here imports Triton before a GPU backend is opened.
 """
@@ -19,6 +20,7 @@ from megamoe.bundle import Bundle
 from megamoe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megamoe.backends import DeviceBench, DeviceSelftest, Say
     from megamoe.backends.hopper.backend import HopperBackend
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -43,10 +45,32 @@ def check(bundle: Bundle) -> None:
     served(bundle)
 
 
+def compile_for(bundle: Bundle, say: Say) -> None:
+    """See megamoe.backends.compile_ahead."""
+    _module("compile_ahead").compile_for([bundle.deployment], say)
+
+
+def bench_device(wanted: DeviceBench, say: Say) -> bool:
+    """See megamoe.backends.bench_device."""
+    done: bool = _module("commands").bench(wanted, say)
+    return done
+
+
+def selftest_device(wanted: DeviceSelftest, say: Say) -> bool:
+    """See megamoe.backends.selftest_device."""
+    right: bool = _module("commands").selftest(wanted, say)
+    return right
+
+
 def _backend() -> Any:
-    """The module with the kernels. Raises ConfigError naming a package that is not installed."""
+    """The module with the kernels."""
+    return _module("backend")
+
+
+def _module(name: str) -> Any:
+    """A module of this folder. Raises ConfigError naming a package that is not installed."""
     try:
-        return import_module("megamoe.backends.hopper.backend")
+        return import_module(f"megamoe.backends.hopper.{name}")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"backend hopper needs the package {error.name}: install megamoe[hopper] (got: not installed)"

@@ -1,8 +1,8 @@
 """Compile kernels ahead of time, all at once and without a GPU, into Triton's cache.
 
-`python -m megamoe.backends.hopper.compile_ahead --for selftest bench --ranks 8` does on all cores what opening a group
-would do kernel after kernel. A kernel is compiled by the call that launches it, on tensors without memory, with
-launching left out: nothing here can go out of step with the launches.
+`python -m megamoe.backends.hopper.compile_ahead --for selftest bench --ranks 8`, and `megamoe compile` for a
+deployment, do on all cores what opening a group would do kernel after kernel. A kernel is compiled by the call that
+launches it, on tensors without memory, with launching left out: nothing here can go out of step with the launches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch
 
 from megamoe.backends.hopper.plan import devices_of_ranks
 from megamoe.bundle import Deployment, Path, RowFormat, plan_bundle
-from megamoe.shape import preset
+from megamoe.shape import MoeShape, preset
 
 _NUM_SMS = 132
 _CAPABILITY = 90
@@ -117,11 +117,46 @@ def compile_all(jobs: Sequence[Job]) -> None:
         list(pool.map(compile_job, jobs))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def compile_for(deployments: Sequence[Deployment], say: Callable[[str], None], num_devices: int = 0) -> None:
+    """Compile for deployments whose ranks share num_devices GPUs, and tell of it.
+
+    num_devices: 0 = as many as this machine has; where it has none, one a rank.
+    """
+    num_devices = num_devices or torch.cuda.device_count()
+    jobs = [
+        job
+        for deployment in deployments
+        for job in jobs_of(deployment, num_devices or deployment.shape.num_ranks)
+    ]
+    started = time.monotonic()
+    compile_all(jobs)
+    say(f"compiled for {len(deployments)} deployments in {time.monotonic() - started:.0f} s")
+
+
+def selftest_deployments(num_ranks: int, row_formats: Sequence[RowFormat], *, odd: bool) -> list[Deployment]:
+    """What the selftest opens. odd: its odd shape as well."""
+    from megamoe.backends.hopper.selftest import cases
+
+    shapes = [
+        shape.with_ranks(num_ranks) for shape in ((cases.SHAPE, cases.ODD_SHAPE) if odd else (cases.SHAPE,))
+    ]
+    return [cases.deployment_of(shape, row_format) for row_format in row_formats for shape in shapes]
+
+
+def bench_deployments(shape: MoeShape, num_ranks: int, row_formats: Sequence[RowFormat]) -> list[Deployment]:
+    """What the bench opens. shape: of the whole deployment."""
     from megamoe.backends.hopper import bench
     from megamoe.backends.hopper.floors import ranks_of
-    from megamoe.backends.hopper.selftest import cases as selftest
 
+    group = ranks_of(shape, num_ranks)
+    return [
+        bench.deployment_of(group, capacity, row_format)
+        for row_format in row_formats
+        for capacity in bench.CAPACITIES
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="compile the Hopper backend's kernels, without a GPU")
     parser.add_argument("--for", dest="uses", nargs="+", choices=["selftest", "bench"], default=["bench"])
     parser.add_argument("--shape", default="deepseek-v4-pro", help="of the bench")
@@ -129,18 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=8, help="GPUs that the ranks will share")
     parser.add_argument("--row-formats", nargs="+", type=RowFormat, default=[RowFormat.BF16])
     chosen = parser.parse_args(arguments)
-    deployments = []
-    for row_format in chosen.row_formats:
-        if "selftest" in chosen.uses:
-            shapes = [shape.with_ranks(chosen.ranks) for shape in (selftest.SHAPE, selftest.ODD_SHAPE)]
-            deployments += [selftest.deployment_of(shape, row_format) for shape in shapes]
-        if "bench" in chosen.uses:
-            shape = ranks_of(preset(chosen.shape), chosen.ranks)
-            deployments += [bench.deployment_of(shape, capacity, row_format) for capacity in bench.CAPACITIES]
-    started = time.monotonic()
-    jobs = [job for deployment in deployments for job in jobs_of(deployment, chosen.devices)]
-    compile_all(jobs)
-    print(f"compiled for {len(deployments)} deployments in {time.monotonic() - started:.0f} s")
+    deployments: list[Deployment] = []
+    if "selftest" in chosen.uses:
+        deployments += selftest_deployments(chosen.ranks, chosen.row_formats, odd=True)
+    if "bench" in chosen.uses:
+        deployments += bench_deployments(preset(chosen.shape), chosen.ranks, chosen.row_formats)
+    compile_for(deployments, print, chosen.devices)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         triton_kernels=chosen.triton_kernels,
     )
     for timing in time_baseline(config):
-        print(
-            f"{timing.name} EP{chosen.ranks} {timing.distribution:18s} T={timing.tokens:5d} {timing.us:9.1f} us",
-            flush=True,
-        )
+        print(timing, flush=True)
 
 
 if __name__ == "__main__":

@@ -50,5 +50,5 @@ def draw(report: Report, file: FilePath) -> None:
     axes[0, 0].set_ylabel("microseconds a layer")
     axes[1, 0].set_ylabel("fraction of the floor")
     axes[0, 0].legend(fontsize="small")
-    figure.suptitle(f"{report.machine.get('GPU', '')}, {report.shape}, {report.num_ranks} ranks")
+    figure.suptitle(f"{report.machine.get('GPU', '')}, {report.shape.name}, {report.num_ranks} ranks")
     figure.savefig(file, dpi=120)

@@ -12,7 +12,7 @@ from megamoe.backends.hopper.bench.timing import BaselineTiming, Timing
 from megamoe.backends.hopper.floors import Rates
 from megamoe.bundle import Path
 from megamoe.errors import InvalidArgumentError, must_be
-from megamoe.shape import preset
+from megamoe.shape import MoeShape
 
 MI355X = Rates(8.0e12, 5.0e15)
 """Data sheet: HBM, and dense MXFP8 matrix operations, at which MXFP8 x MXFP4 runs."""
@@ -20,19 +20,25 @@ MI355X_US = {
     1: 83.5, 2: 170.6, 4: 191.9, 8: 225.3, 16: 290.5, 32: 297.8, 64: 303.0, 128: 314.7, 256: 381.3, 512: 564.1,
     1024: 903.1, 2048: 1374.0, 4096: 2304.3, 8192: 4211.8,
 }  # fmt: skip
-"""Published: 8 x MI355X, DeepSeek-V4-Pro EP8, the fused path at capacity 8192, tokens a rank -> microseconds."""
+MI355X_SHAPE = "deepseek-v4-pro"
+"""Published: 8 x MI355X, this shape at EP8, the fused path at capacity 8192, tokens a rank -> microseconds."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """machine: GPU, num_gpus, driver and versions. shape: preset of the layer's dimensions. rates: of this run."""
+    """machine: GPU, num_gpus, driver and versions. shape: of the whole deployment, EP8. rates: of this run."""
 
     machine: dict[str, str | int]
-    shape: str
+    shape: MoeShape
     num_ranks: int
     rates: Rates
     timings: Sequence[Timing]
     baselines: Sequence[BaselineTiming] = ()
+
+    def title(self) -> str:
+        """Machine, shape and rates."""
+        machine = ", ".join(f"{name} {value}" for name, value in self.machine.items())
+        return f"{machine}; {self.shape.name}, {self.num_ranks} ranks; {self.rates}"
 
     def best(self, distribution: str, tokens: int) -> Timing:
         """The fastest path of a size."""
@@ -46,7 +52,9 @@ class Report:
         return sorted({timing.tokens for timing in self.timings if timing.distribution == distribution})
 
     def ratio(self, baseline: BaselineTiming) -> float:
-        """How many times as long it takes as the best path here."""
+        """How many times as long it takes as the best path here; NaN where none was measured."""
+        if not self._at(baseline.distribution, baseline.tokens):
+            return float("nan")
         return baseline.us / self.best(baseline.distribution, baseline.tokens).us
 
     def table(self, distribution: str) -> list[str]:
@@ -76,18 +84,18 @@ class Report:
         lines = _header(["T", "MI355X us", "of its floor", "here us", "of its floor", "path here"])
         for tokens in self.sizes("uniform"):
             best, theirs = self.best("uniform", tokens), MI355X_US.get(tokens)
-            floor = MI355X.floor_us(preset(self.shape), best.rows, best.experts_hit)
+            floor = MI355X.floor_us(self.shape, best.rows, best.experts_hit)
             cells = [f"{theirs:.1f}", f"{floor / theirs:.2f}"] if theirs else ["", ""]
             lines.append(_row([str(tokens), *cells, f"{best.us:.1f}", f"{best.fraction:.2f}", best.path]))
         return lines
 
     def markdown(self) -> list[str]:
         """All tables of a run."""
-        lines = [f"{_title(self.machine)}, {self.shape}, {self.num_ranks} ranks; {self.rates}", ""]
+        lines = [self.title(), ""]
         for distribution in self.distributions():
             lines += [f"{distribution}, microseconds (fraction of the floor):", ""]
             lines += [*self.table(distribution), ""]
-        if "uniform" in self.distributions():
+        if self.shape.name == MI355X_SHAPE and "uniform" in self.distributions():
             lines += ["Uniform routing beside 8 x MI355X:", "", *self.beside_mi355x(), ""]
         return lines
 
@@ -115,8 +123,8 @@ def read_reports(files: Iterable[FilePath]) -> Report:
             raise InvalidArgumentError(
                 must_be(
                     "reports",
-                    f"of {first.num_ranks} ranks of {first.shape}",
-                    f"{other.num_ranks} of {other.shape}",
+                    f"{first.num_ranks} ranks of {first.shape.name}",
+                    f"{other.num_ranks} of {other.shape.name}",
                 )
             )
     return Report(
@@ -137,16 +145,12 @@ def _read(file: FilePath) -> Report:
         baseline.pop("over_best_path")
     return Report(
         kept["machine"],
-        kept["shape"],
+        MoeShape(**kept["shape"]),
         kept["num_ranks"],
         Rates(**kept["rates"]),
         [Timing(**timing) for timing in kept["timings"]],
         [BaselineTiming(**baseline) for baseline in kept["baselines"]],
     )
-
-
-def _title(machine: dict[str, str | int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def _us(timing: Timing) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path as FilePath
 
 import torch
 import triton
 
+from megamoe.backends import DeviceBench, Say
 from megamoe.backends.hopper import separate_queues
 from megamoe.backends.hopper.baseline.mxfp4 import check_package
 from megamoe.backends.hopper.baseline.ranks import BaselineConfig, time_baseline
@@ -27,108 +27,93 @@ from megamoe.errors import InvalidArgumentError, PeerTimeoutError, must_be
 from megamoe.routing import DISTRIBUTIONS
 from megamoe.shape import MoeShape, preset
 
-SIZES = tuple(1 << power for power in range(14))
-"""Tokens a rank, 1 to 8192."""
 GEMM_ROWS = (1, 8, 16, 32, 64, 128, 1024)
 """Rows of every expert at which the GEMMs are timed alone."""
 
-Say = Callable[[str], None]
 _PRINT: Say = partial(print, flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    """What to time. shape: preset of the layer's dimensions. num_ranks: each with an EP8 rank's experts.
-
-    paths: None = all that serve a size. baselines: those of torch and, where triton_kernels names the folder of its
-    files, of that package. gemms: the expert GEMMs alone as well. json, plot: files to write.
-    """
-
-    shape: str = "deepseek-v4-pro"
-    num_ranks: int = 1
-    tokens: Sequence[int] = SIZES
-    distributions: Sequence[str] = DISTRIBUTIONS
-    paths: Sequence[Path] | None = None
-    baselines: bool = True
-    triton_kernels: FilePath | None = None
-    gemms: bool = False
-    json: FilePath | None = None
-    plot: FilePath | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError or InvalidArgumentError for what cannot be, before anything is measured."""
-        preset(self.shape)
-        if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > CAPACITIES[-1]:
-            raise InvalidArgumentError(must_be("tokens", f"from 1 to {CAPACITIES[-1]}", list(self.tokens)))
-        unknown = [name for name in self.distributions if name not in DISTRIBUTIONS]
-        if unknown or not self.distributions:
-            raise InvalidArgumentError(must_be("distributions", f"of {', '.join(DISTRIBUTIONS)}", unknown))
-        for file in (self.json, self.plot):
-            if file and not file.absolute().parent.is_dir():
-                raise InvalidArgumentError(
-                    must_be("json and plot", "files in a folder that is there", str(file))
-                )
-        if self.plot:
-            check_plot()
-        if self.triton_kernels:
-            check_package(self.triton_kernels)
+def check_wanted(wanted: DeviceBench) -> None:
+    """Raises ConfigError or InvalidArgumentError for what cannot be, before anything is measured."""
+    if not wanted.tokens or min(wanted.tokens) < 1 or max(wanted.tokens) > CAPACITIES[-1]:
+        raise InvalidArgumentError(must_be("tokens", f"from 1 to {CAPACITIES[-1]}", list(wanted.tokens)))
+    unknown = [name for name in wanted.distributions if name not in DISTRIBUTIONS]
+    if unknown or not wanted.distributions:
+        raise InvalidArgumentError(must_be("distributions", f"of {', '.join(DISTRIBUTIONS)}", unknown))
+    for file in (wanted.json, wanted.plot):
+        if file and not file.absolute().parent.is_dir():
+            raise InvalidArgumentError(must_be("json and plot", "files in a folder that is there", str(file)))
+    if wanted.plot:
+        check_plot()
+    if wanted.triton_kernels:
+        check_package(wanted.triton_kernels)
 
 
-def run_bench(config: BenchConfig, say: Say = _PRINT) -> bool:
-    """Measure and tell of everything as it comes; True if no baseline failed."""
-    config.check()
+def run_bench(wanted: DeviceBench, say: Say = _PRINT) -> bool:
+    """Measure and tell of everything as it comes; True if nothing failed. Files are written after every part."""
+    check_wanted(wanted)
     separate_queues()
-    shape = ranks_of(preset(config.shape), config.num_ranks)
+    shape = ranks_of(wanted.shape, wanted.num_ranks)
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    rates = measure_rates(devices[: config.num_ranks])
-    machine = _machine()
-    say(f"{', '.join(f'{name} {value}' for name, value in machine.items())}; {rates}")
-    if config.gemms:
-        _gemms(config, rates, say)
-    timings = _layers(config, shape, rates, say)
+    rates = measure_rates(devices[: wanted.num_ranks])
+    timings: list[Timing] = []
     baselines: list[BaselineTiming] = []
-    report = Report(machine, config.shape, config.num_ranks, rates, timings, baselines)
-    failed = False
-    for baseline in _baselines(config, shape, len(devices), say):
+    report = Report(_machine(), wanted.shape, wanted.num_ranks, rates, timings, baselines)
+    say(report.title())
+    if wanted.gemms:
+        _gemms(wanted, rates, say)
+    right = True
+    for result in _layers(wanted, shape, rates):
+        if isinstance(result, Timing):
+            timings.append(result)
+            say(str(result))
+        else:
+            right = False
+            say(f"FAIL {result}")
+    _keep(wanted, report)
+    for baseline in _baselines(wanted, shape, len(devices), say):
         try:
             for timing in time_baseline(baseline):
                 baselines.append(timing)
-                say(
-                    f"{timing.name:14s} {timing.distribution:18s} T={timing.tokens:5d} {timing.us:9.1f} us, "
-                    f"{report.ratio(timing):.2f} times the best path's"
-                )
+                say(f"{timing}, {report.ratio(timing):.2f} times the best path's")
         except PeerTimeoutError as error:
+            right = False
             say(f"FAIL {error}")
-            failed = True
-    if config.json:
-        report.write(config.json)
-    if config.plot:
-        draw(report, config.plot)
+        _keep(wanted, report)
     for line in ("", *report.markdown()):
         say(line)
-    return not failed
+    return right
 
 
-def _layers(config: BenchConfig, shape: MoeShape, rates: Rates, say: Say) -> list[Timing]:
-    timings: list[Timing] = []
+def _keep(wanted: DeviceBench, report: Report) -> None:
+    if wanted.json:
+        report.write(wanted.json)
+    if wanted.plot and report.timings:
+        draw(report, wanted.plot)
+
+
+def _layers(wanted: DeviceBench, shape: MoeShape, rates: Rates) -> Iterator[Timing | RuntimeError]:
+    """Every size on every path that serves it, or what went wrong there."""
     for capacity in CAPACITIES:
-        sizes = [t for t in config.tokens if (t <= CAPACITIES[0]) == (capacity == CAPACITIES[0])]
+        sizes = [t for t in wanted.tokens if (t <= CAPACITIES[0]) == (capacity == CAPACITIES[0])]
         if not sizes:
             continue
         group = GroupBench(shape, capacity, rates=rates)
-        for distribution in config.distributions:
+        for distribution in wanted.distributions:
             for tokens in sizes:
                 for path in paths_at(tokens):
-                    if config.paths is None or path in config.paths:
-                        timings.append(bench_layer(group, tokens, path, distribution))
-                        say(str(timings[-1]))
+                    if wanted.paths is not None and path not in wanted.paths:
+                        continue
+                    try:
+                        yield bench_layer(group, tokens, path, distribution)
+                    except RuntimeError as error:
+                        yield RuntimeError(f"{path} {distribution} T={tokens}: {error}")
         del group
         torch.cuda.empty_cache()
-    return timings
 
 
-def _gemms(config: BenchConfig, rates: Rates, say: Say) -> None:
-    one_rank = ranks_of(preset(config.shape), 1)
+def _gemms(wanted: DeviceBench, rates: Rates, say: Say) -> None:
+    one_rank = ranks_of(wanted.shape, 1)
     group = GroupBench(one_rank, CAPACITIES[-1], rates=rates)
     for rows in GEMM_ROWS:
         tokens = rows * one_rank.num_experts // one_rank.num_topk
@@ -138,21 +123,21 @@ def _gemms(config: BenchConfig, rates: Rates, say: Say) -> None:
     torch.cuda.empty_cache()
 
 
-def _baselines(config: BenchConfig, shape: MoeShape, num_devices: int, say: Say) -> list[BaselineConfig]:
+def _baselines(wanted: DeviceBench, shape: MoeShape, num_devices: int, say: Say) -> list[BaselineConfig]:
     """Those that this machine can run."""
-    if not config.baselines:
+    if not wanted.baselines:
         return []
     if num_devices < shape.num_ranks:
         say(f"no baselines: they need a GPU a rank, {shape.num_ranks} (got: {num_devices})")
         return []
-    wanted: list[FilePath | None] = [None]
-    if config.triton_kernels:
-        wanted.append(config.triton_kernels)
+    folders: list[FilePath | None] = [None]
+    if wanted.triton_kernels:
+        folders.append(wanted.triton_kernels)
     return [
         BaselineConfig(
-            shape=shape, tokens=config.tokens, distributions=config.distributions, triton_kernels=folder
+            shape=shape, tokens=wanted.tokens, distributions=wanted.distributions, triton_kernels=folder
         )
-        for folder in wanted
+        for folder in folders
     ]
 
 
@@ -166,13 +151,13 @@ def _machine() -> dict[str, str | int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 1 if a baseline failed."""
+    """Exit status: 1 if something failed."""
     parser = argparse.ArgumentParser(description="time the Hopper backend on this machine's GPUs")
-    parser.add_argument("--shape", default=BenchConfig.shape)
+    parser.add_argument("--shape", type=preset, default="deepseek-v4-pro")
     parser.add_argument(
         "--ranks", type=int, default=1, help="ranks of the group, each with an EP8 rank's experts"
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=DeviceBench.tokens)
     parser.add_argument("--distributions", nargs="+", default=["uniform"], choices=DISTRIBUTIONS)
     parser.add_argument("--paths", nargs="+", type=Path, choices=list(Path))
     parser.add_argument("--no-baselines", action="store_true")
@@ -183,18 +168,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=FilePath)
     parser.add_argument("--plot", type=FilePath, help="png, svg or pdf; needs matplotlib")
     chosen = parser.parse_args(arguments)
-    done = run_bench(
-        BenchConfig(
-            shape=chosen.shape,
-            num_ranks=chosen.ranks,
-            tokens=chosen.tokens,
-            distributions=chosen.distributions,
-            paths=chosen.paths,
-            baselines=not chosen.no_baselines,
-            triton_kernels=chosen.triton_kernels,
-            gemms=chosen.gemms,
-            json=chosen.json,
-            plot=chosen.plot,
-        )
+    wanted = DeviceBench(
+        shape=chosen.shape,
+        num_ranks=chosen.ranks,
+        tokens=tuple(chosen.tokens),
+        distributions=tuple(chosen.distributions),
+        paths=chosen.paths,
+        baselines=not chosen.no_baselines,
+        triton_kernels=chosen.triton_kernels,
+        gemms=chosen.gemms,
+        json=chosen.json,
+        plot=chosen.plot,
     )
-    return 0 if done else 1
+    return 0 if run_bench(wanted) else 1

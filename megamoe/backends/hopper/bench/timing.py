@@ -47,6 +47,9 @@ class BaselineTiming:
     tokens: int
     us: float
 
+    def __str__(self) -> str:
+        return f"{self.name:14s} {self.distribution:18s} T={self.tokens:5d} {self.us:9.1f} us"
+
 
 def achieved(
     shape: MoeShape, rows: int, experts_hit: int, us: float, ranks_a_gpu: int = 1
