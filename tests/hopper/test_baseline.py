@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path as FilePath
+
 import pytest
 import torch
 
 from megamoe import MoeBatch, MoeShape, random_layer_weights, shard
 from megamoe.backends.hopper.baseline.grouped_mm import GroupedMm
+from megamoe.backends.hopper.baseline.mxfp4 import check_package, find_package
 from megamoe.backends.hopper.baseline.routes import routes_of
+from megamoe.errors import ConfigError
 from megamoe.mx import dequantize_mxfp4
 from megamoe.reference import exact_moe, relative_l2
 from megamoe.routing import route
@@ -44,3 +48,28 @@ def test_baseline_is_the_layer(distribution: str, counts: tuple[int, int]) -> No
         assert got.shape == (counts[rank], SHAPE.hidden)
         if counts[rank]:
             assert relative_l2(got, want) < 2e-2
+
+
+def test_a_rank_without_rows_gives_none() -> None:
+    empty = torch.empty(0, SHAPE.hidden).bfloat16()
+    routes = routes_of(SHAPE, route(SHAPE, "one_rank", [3, 3], seed=4), 1, torch.device("cpu"))
+    assert sum(routes.received_splits) == 0
+    layer = GroupedMm(SHAPE, torch.zeros(4, 128, 128).bfloat16(), torch.zeros(4, 128, 64).bfloat16())
+    assert layer.experts(empty, routes).shape == (0, SHAPE.hidden)
+
+
+def test_the_other_package_is_found_by_either_folder_and_refused_by_name(tmp_path: FilePath) -> None:
+    package = tmp_path / "triton_kernels"
+    for folder in (tmp_path, package):
+        with pytest.raises(
+            ConfigError, match="triton_kernels must be a folder with the package triton_kernels"
+        ):
+            find_package(folder)
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "matmul.py").write_text("from triton_kernels import something_that_went\n")
+    assert find_package(tmp_path) == find_package(package) == tmp_path.absolute()
+    with pytest.raises(
+        ConfigError, match="triton_kernels must be files that fit the installed Triton, got cannot"
+    ):
+        check_package(tmp_path)
