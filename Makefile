@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.stamp
 DEV    := $(VENV)/.stamp-dev
 
 
-.PHONY: help venv dev demo test lint format types imports proto proto-check pytest tools clean
+.PHONY: help venv dev demo test lint format types imports proto proto-check pytest gpu-tests tools clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -50,6 +50,10 @@ proto-check: dev  ## stubs are fresh, and the wire contract breaks no caller
 
 pytest: dev      ## the tests; `make pytest ARGS="tests/megamoe -k mx"` runs some
 	$(BIN)/python -m pytest $(ARGS)
+
+gpu-tests:       ## with PYTHON's own CUDA build of torch, on H100s or H200s: tests/gpu and the service's tests with hopper underneath
+	$(PYTHON) -m service.cli compile --backend hopper
+	$(PYTHON) -m pytest tests/gpu tests/e2e --backend hopper $(ARGS)
 
 tools: dev       ## bring the programs that tests need into .tools, without root: Prometheus, Chromium, aiperf
 	$(BIN)/python tools/debian_tools.py prometheus chromium

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tools import debian_tools, python_tools
+
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -25,6 +28,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run end-to-end tests marked one_launcher with both launchers all the same",
     )
+    parser.addoption(
+        "--triton-kernels", help="folder of that package, for the test of the baseline made of it"
+    )
+    parser.addoption(
+        "--backend",
+        choices=["cpu", "hopper"],
+        default="cpu",
+        help="hopper: on a machine with GPUs, tests/gpu and the end-to-end tests marked any_backend",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/gpu needs a GPU, and is collected only where one is said to be there."""
+    inside = GPU_TESTS in (collection_path, *collection_path.parents)
+    return True if inside and config.option.backend == "cpu" else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The Hopper backend on a machine with as many H100s or H200s as ranks, in one go of at most ten minutes: selftest, the
 # layer's times at every size and four routings beside the NCCL baseline, and a short AgentX run against the service.
-# Each part has a limit of its own and goes on without the others; what failed is listed at the end.
+# Each part has a limit of its own and goes on without the others; tables and what failed come at the end. The folder
+# that is left has a log a part, bench.json and skew.json, their tables as Markdown, and AgentX's report.
 #
 #   tools/run_ep8.sh [--ranks 8] [--out out/ep8] [--short]
 set -u
@@ -16,6 +17,7 @@ while [ $# -gt 0 ]; do
 done
 cd "$(dirname "$0")/.." || exit 1
 mkdir -p "$out"
+rm -f "$out"/*.json "$out"/*.md "$out"/*.log
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -34,20 +36,22 @@ part() { # name, seconds, command...: run with a limit, keep its output, say how
 }
 
 sizes="1 2 4 8 16 32 64 128 256 512 1024 2048 4096 8192"
-skewed="16 256 4096"
+skewed="1 16 64 256 1024 4096"
 [ -z "$short" ] || { sizes="1 16 256 2048"; skewed="16"; }
+# What the AgentX part starts, and what is compiled for it.
+export MEGAMOE_BACKEND=hopper MEGAMOE_NUM_RANKS=$ranks
 
-part compile 100 $hopper.compile_ahead --for selftest bench --ranks "$ranks" --devices "$ranks"
-part selftest 100 $hopper.selftest --ranks "$ranks" --shapes hopper-selftest --row-formats bf16 --soak 50
+part compile 120 $hopper.compile_ahead --for selftest bench --ranks "$ranks" --devices "$ranks"
+part compile-service 60 "$python" -m service.cli compile
+part selftest 110 $hopper.selftest --ranks "$ranks" --shapes hopper-selftest --row-formats bf16 --soak 50
 grep -E "^FAIL|passed" "$out/selftest.log"
 part bench 150 $hopper.bench --ranks "$ranks" --tokens $sizes --json "$out/bench.json"
-cut -c1-150 "$out/bench.log"
-part skew 90 $hopper.bench --ranks "$ranks" --tokens $skewed --distributions hot60 zipf one_rank --json "$out/skew.json"
-cut -c1-150 "$out/skew.log"
-part baseline 70 $hopper.baseline --ranks "$ranks" --tokens $sizes
-grep grouped_mm "$out/baseline.log"
-part agentx $((SECONDS < 520 ? 590 - SECONDS : 70)) env MEGAMOE_BACKEND=hopper MEGAMOE_NUM_RANKS="$ranks" \
-  "$python" -m service.cli demo --launcher local --duration 15 --out "$out/agentx"
+part skew 110 $hopper.bench --ranks "$ranks" --tokens $skewed --distributions hot60 zipf one_rank --json "$out/skew.json"
+left=$((580 - SECONDS))
+part agentx $((left > 60 ? left : 60)) "$python" -m service.cli demo --launcher local --duration 15 --out "$out/agentx"
 tail -n 25 "$out/agentx.log"
+for run in bench skew; do
+  [ ! -s "$out/$run.json" ] || $hopper.bench.tables "$out/$run.json" | tee "$out/$run.md"
+done
 echo "== done after $SECONDS s; failed:${failed:- nothing}"
 [ -z "$failed" ]

@@ -4,6 +4,9 @@ Every test of this folder that takes `running_service`, `group` or `launcher` ru
 `megamoe serve` uses by default, a real Ray cluster of its own, and with the one that needs no Ray. A test whose mark
 `one_launcher` says that who started the ranks is nothing it could see runs with that one, or with both when pytest is
 called with `--every-launcher`.
+
+With `--backend hopper`, on a machine with H100s or H200s, what is marked `any_backend` runs, with the local launcher
+and all ranks on the GPUs that are there; the rest is about CPUs, or about nothing that a backend could change.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 from service.client import AsyncMoeGroup
+from tests.e2e import harness
 from tests.e2e.harness import ServiceProcess, gone, running
 from tests.e2e.load_generator import LoadGenerator
 
@@ -30,11 +34,27 @@ def is_repeat(item: pytest.Item) -> bool:
     return mark is not None and callspec is not None and callspec.params["launcher"] != mark.args[0]
 
 
+def is_for_any_backend(item: pytest.Item) -> bool:
+    """Whether a test says so, and starts the ranks without Ray."""
+    callspec = getattr(item, "callspec", None)
+    local = callspec is None or callspec.params.get("launcher", "local") == "local"
+    return local and item.get_closest_marker("any_backend") is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.backend != "cpu":
+        harness.settings.append(f"--backend={config.option.backend}")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/e2e/" in str(item.path):
             item.add_marker(pytest.mark.e2e)
-    if not config.option.every_launcher:
+    if config.option.backend != "cpu":
+        others = [item for item in items if "tests/e2e/" in str(item.path) and not is_for_any_backend(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+    elif not config.option.every_launcher:
         repeats = [item for item in items if is_repeat(item)]
         config.hook.pytest_deselected(items=repeats)
         items[:] = [item for item in items if not is_repeat(item)]

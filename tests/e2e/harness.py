@@ -37,12 +37,14 @@ CONFIG = load_config(env=False)
 SHAPE = CONFIG.moe_shape
 STEP_TIMEOUT_S = 4.0
 LEASE_TIMEOUT_S = 3.0
-SETTINGS = (
+settings = [
     f"--step-timeout-s={STEP_TIMEOUT_S}",
     f"--lease-timeout-s={LEASE_TIMEOUT_S}",
     "--port=0",
     "--http-port=0",
-)
+]
+"""Of every service here; conftest adds the backend."""
+START_TIMEOUT_S = 180.0
 
 
 def listening(process: psutil.Process) -> list[Any]:
@@ -65,7 +67,7 @@ class ServiceProcess:
         env = {k: v for k, v in os.environ.items() if not k.startswith("MEGAMOE_")}
         env["PYTHONPATH"] = str(ROOT)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", f"--launcher={launcher}", *SETTINGS, *options],
+            [sys.executable, "-m", "service.cli", "serve", f"--launcher={launcher}", *settings, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -84,7 +86,7 @@ class ServiceProcess:
                 self.lines.append(line.rstrip())
                 self._queue.put(line)
 
-    def wait_for(self, pattern: str, timeout_s: float = 90.0) -> str:
+    def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> str:
         """The next printed line that matches."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -41,6 +41,8 @@ from tests.e2e.harness import (
     works,
 )
 
+pytestmark = pytest.mark.any_backend
+
 COUNTS = [2, 0, 5, 1, 0, 3, 0, 4]
 CALLED = [rank for rank, n in enumerate(COUNTS) if n]
 BATCHES = group_rows(COUNTS, seed=1)

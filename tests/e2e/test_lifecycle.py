@@ -29,6 +29,8 @@ from tests.e2e.harness import (
 )
 from tests.e2e.load_generator import LoadGenerator
 
+pytestmark = pytest.mark.any_backend
+
 COUNTS = [3, 0, 1, 0, 0, 2, 0, 4]
 
 

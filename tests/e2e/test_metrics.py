@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from megamoe import Path, StageTimes
 from service.client import AsyncMoeGroup, forward_step
 from service.metrics import SECONDS_BUCKETS
@@ -19,6 +21,8 @@ from tests.e2e.harness import (
     rows,
     scrape,
 )
+
+pytestmark = pytest.mark.any_backend
 
 
 class Delta:

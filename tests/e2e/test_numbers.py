@@ -13,6 +13,8 @@ from megamoe.reference import quantized_moe, relative_l2
 from service.client import AsyncMoeGroup, GroupOutput, MoeGroup, forward_step
 from tests.e2e.harness import SHAPE, ServiceProcess, check_numbers, group_rows, next_plan_id, weights_of
 
+pytestmark = pytest.mark.any_backend
+
 PATHS = [
     (Path.SMALL_M, 16, [16, 3, 0, 1, 0, 7, 16, 2], "decode"),
     (Path.SMALL_M, 32, [2, 17, 0, 32, 5, 0, 0, 9], "decode"),

@@ -24,6 +24,7 @@ from service.pb.moe_pb2_grpc import AdminStub, MoELayerStub
 from tests.e2e.harness import ROOT, SHAPE, ServiceProcess, check_numbers, group_rows, rows, works
 
 
+@pytest.mark.any_backend
 async def test_generated_stubs_alone(running_service: ServiceProcess) -> None:
     """Eight streams with plain protobuf messages: payload as an ordinary bytes field."""
     counts = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -218,6 +219,7 @@ async def test_health_and_reflection_on_the_front_and_on_ranks(running_service: 
             assert ("megamoe.v1.Admin" in names) == (target == running_service.front)
 
 
+@pytest.mark.any_backend
 async def test_paths_are_switched_at_one_agreed_step(group: AsyncMoeGroup) -> None:
     counts = [4, 0, 0, 1, 0, 0, 0, 2]
     batches = group_rows(counts, seed=70)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path as FilePath
 
 import pytest
+import torch
 
 from megamoe import Path, RowFormat, plan_bundle
 from megamoe.backends.hopper import bench, compile_ahead, served
@@ -43,3 +45,56 @@ def test_the_eight_gpu_run_names_its_options() -> None:
     )
     assert said.returncode == 2
     assert "--ranks N" in said.stderr
+
+
+STAND_IN = """#!/usr/bin/env bash
+# In place of python: notes what it was asked to run, writes the file that a bench would, fails where FAIL is named.
+echo "$*" >> "$NOTES"
+while [ $# -gt 0 ]; do [ "$1" = --json ] && echo '{}' > "$2"; [ "$1" = "$FAIL" ] && exit 3; shift; done
+exit 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "status", "said"),
+    [("none", 0, "failed: nothing"), ("megamoe.backends.hopper.selftest", 1, "failed: selftest(3)")],
+)
+def test_the_eight_gpu_run_goes_on_after_a_part_that_fails(
+    tmp_path: FilePath, fail: str, status: int, said: str
+) -> None:
+    stand_in, notes, out = tmp_path / "python", tmp_path / "notes", tmp_path / "out"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    out.mkdir()
+    (out / "bench.json").write_text("of an earlier run")
+    env = os.environ | {"PYTHON": str(stand_in), "NOTES": str(notes), "FAIL": fail}
+    command = ["bash", str(SCRIPT), "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1].endswith(said)) == (status, True), done.stdout
+    ran = [
+        line.split()[1].removeprefix("megamoe.backends.hopper.") for line in notes.read_text().splitlines()
+    ]
+    modules = ["compile_ahead", "service.cli", "selftest", "bench", "bench", "service.cli"]
+    assert ran == [*modules, "bench.tables", "bench.tables"]
+    assert (out / "bench.json").read_text() == "{}\n"
+
+
+def test_what_is_compiled_is_what_the_commands_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[compile_ahead.Job] = []
+    monkeypatch.setattr(compile_ahead, "compile_all", jobs.extend)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    wanted = compile_ahead.selftest_deployments(4, [RowFormat.BF16, RowFormat.FP8], odd=True)
+    assert [(d.shape.num_ranks, d.shape.name) for d in wanted] == 2 * [
+        (4, "hopper-selftest"),
+        (4, "hopper-odd"),
+    ]
+    said: list[str] = []
+    v4_pro = preset("deepseek-v4-pro")
+    both = [*wanted, *compile_ahead.bench_deployments(v4_pro, 2, [RowFormat.BF16])]
+    compile_ahead.compile_for(both, said.append)
+    assert {job.deployment for job in jobs} == set(both)
+    assert {job.num_virtual_ranks for job in jobs} == {1}, "on a machine without a GPU, for one a rank"
+    assert said == ["compiled for 6 deployments in 0 s"]
+    jobs.clear()
+    compile_ahead.compile_for(wanted, said.append, 2)
+    assert {job.num_virtual_ranks for job in jobs} == {2}

@@ -22,6 +22,9 @@ LARGE_PATHS = (Path.LARGE_M, Path.COMPACT)
 LARGEST_SMALL = 512
 """Tokens a rank up to which the decode paths are timed; above, large_m."""
 
+_GATE_CYCLES = 1_000_000
+"""Half a millisecond, in which the host starts all ranks' graphs."""
+
 
 def paths_at(tokens: int) -> tuple[Path, ...]:
     """What is timed at a size."""
@@ -41,9 +44,9 @@ def bench_layer(
 ) -> Timing:
     """The whole layer, all ranks: control copy, dispatch with quantization, index, expand, GEMMs, combine.
 
-    A captured graph a rank holds CALLS layer calls, so that ranks' uneven starts do not count; the time is the median
-    of the slowest rank's. Rows and experts hit are those of the busiest rank; ranks that share a GPU share its floor.
-    gemms: None = what is served.
+    A captured graph a rank holds CALLS layer calls; all ranks' begin when one event has come, so that the host's order
+    of starting them does not count. The time is the median of the slowest rank's. Rows and experts hit are those of
+    the busiest rank; ranks that share a GPU share its floor. gemms: None = what is served.
     """
     shape = group.shape
     routes = routes_at(shape, distribution, tokens)
@@ -88,9 +91,14 @@ def _replay(group: GroupBench, graphs: Sequence[Captured]) -> list[float]:
     times = []
     for _ in range(REPEATS + 1):
         group.new_epochs()
+        gate = torch.cuda.Event()
+        with torch.cuda.device(graphs[0][0].device), torch.cuda.stream(graphs[0][0]):
+            torch.cuda._sleep(_GATE_CYCLES)
+            gate.record()
         marks = []
         for stream, graph in graphs:
             with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                stream.wait_event(gate)
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record(stream)
                 graph.replay()

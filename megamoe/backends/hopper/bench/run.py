@@ -67,6 +67,8 @@ def run_bench(wanted: DeviceBench, say: Say = _PRINT) -> bool:
         if isinstance(result, Timing):
             timings.append(result)
             say(str(result))
+            # A run that is ended early leaves what it has.
+            _keep(wanted, report, plot=False)
         else:
             right = False
             say(f"FAIL {result}")
@@ -85,10 +87,10 @@ def run_bench(wanted: DeviceBench, say: Say = _PRINT) -> bool:
     return right
 
 
-def _keep(wanted: DeviceBench, report: Report) -> None:
+def _keep(wanted: DeviceBench, report: Report, *, plot: bool = True) -> None:
     if wanted.json:
         report.write(wanted.json)
-    if wanted.plot and report.timings:
+    if plot and wanted.plot and report.timings:
         draw(report, wanted.plot)
 
 
