@@ -90,6 +90,22 @@ class MoeBatch:
         return cls(hidden_states, topk_ids, topk_weights, hidden_states_sf)
 
     @classmethod
+    def of_views(
+        cls,
+        shape: MoeShape,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        hidden_states_sf: torch.Tensor | None = None,
+    ) -> MoeBatch:
+        """`of` for tensors that the caller of this made with the right dtypes and sizes: what is left are the ids.
+
+        Raises InvalidArgumentError naming the token and the slot of a bad one.
+        """
+        _check_ids(topk_ids, shape)
+        return cls(hidden_states, topk_ids, topk_weights, hidden_states_sf)
+
+    @classmethod
     def empty(
         cls,
         shape: MoeShape,

@@ -22,7 +22,7 @@ from megamoe.errors import (
     StaleCallError,
     must_be,
 )
-from megamoe.memory import MemoryHandle, OpenMemory
+from megamoe.memory import MemoryHandle, MemoryKind, OpenMemory
 from megamoe.path import PathPolicy, StagedPolicies, SubStep, choose_path
 from megamoe.selftest import ExpertRows, check_expert
 from megamoe.step import StepPlan
@@ -225,6 +225,11 @@ class Runtime:
             raise
 
     # ------------------------------------------------------------------------------------- memory of callers
+
+    @property
+    def memory_kinds(self) -> tuple[MemoryKind, ...]:
+        """Kinds of memory that `open_memory` opens."""
+        return self.backend.memory_kinds
 
     def open_memory(self, handle: MemoryHandle) -> OpenMemory:
         """Memory that a caller on this host lends (`share_memory`): `forward` takes tensors in it as rows and as out.

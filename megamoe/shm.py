@@ -74,7 +74,10 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, name: str, *, timeout_s: float = 0.0, prefault: bool = False) -> SharedSegment:
-        """Map an existing segment, waiting up to timeout_s for it to appear. Raises HeapError if it does not."""
+        """Map an existing segment, waiting up to timeout_s for it to appear. Raises HeapError if it does not.
+
+        prefault: map every page now instead of at its first touch.
+        """
         path = _path_of(name)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -93,6 +96,20 @@ class SharedSegment:
             if time.monotonic() >= deadline:
                 raise HeapError(f"shared memory {name} is not there after {timeout_s} s")
             time.sleep(0.005)
+
+    @classmethod
+    def attach_page(cls, name: str, offset: int) -> SharedSegment:
+        """Map one page of an existing segment and nothing else of it. Raises HeapError if it is not there."""
+        try:
+            fd = os.open(_path_of(name), os.O_RDWR)
+        except FileNotFoundError:
+            raise HeapError(f"shared memory {name} is not there") from None
+        try:
+            return cls(name, mmap.mmap(fd, mmap.PAGESIZE, offset=offset), owner=False)
+        except (ValueError, OSError) as error:
+            raise HeapError(f"no page at {offset} of {name} can be mapped: {error}") from error
+        finally:
+            os.close(fd)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor view of [offset, ...). Raises InvalidArgumentError past the end; offsets are 64-bit."""

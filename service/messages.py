@@ -89,18 +89,49 @@ class DrainRequest:
     draining: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenRingRequest:
+    """A ring of its own for a caller on this host. 0 = the default; rows_in_memory: it needs no room for rows."""
+
+    lease_serial: int
+    max_rows: int = 0
+    num_calls: int = 0
+    rows_in_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisterMemoryRequest:
+    """Memory that a caller on this host lends: the fields of megamoe.MemoryHandle, under an id of its choice."""
+
+    lease_serial: int
+    memory_id: int
+    kind: str
+    handle: bytes
+    offset: int
+    num_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnregisterMemoryRequest:
+    lease_serial: int
+    memory_id: int
+
+
 Request = LeaseRequest | IntentRequest | LayerRequest | CloseRequest | PolicyRequest | DrainRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseReply:
     """The lease as granted: use serial in every message; sequences go on from next_sequence, and steps of every
-    micro-batch from next_step_id upwards."""
+    micro-batch from next_step_id upwards. first_*: what these two were when the lease was granted first."""
 
     lease_serial: int
     generation: int
     next_sequence: int
     next_step_id: int
+    first_sequence: int
+    first_step_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,4 +177,22 @@ class ErrorReply:
         return error_from_code(self.code, self.message, self.missing_ranks)
 
 
-Reply = LeaseReply | PlanReply | LayerReply | DoneReply | ErrorReply
+@dataclass(frozen=True, kw_only=True)
+class RingReply:
+    """Where a caller's ring is, and the words that wake the rank: block bell_offset of the page at bell_page."""
+
+    segment: str
+    num_bytes: int
+    bell_segment: str
+    bell_page: int
+    bell_offset: int
+    writer_id: int
+    memory_kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReply:
+    memory_id: int
+
+
+Reply = LeaseReply | PlanReply | LayerReply | DoneReply | ErrorReply | RingReply | MemoryReply

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from megamoe import SharedSegment
 from megamoe.errors import InvalidArgumentError, UnavailableError, must_be
 from service.board import layout
-from service.board.bell import SUPERVISOR, Bell
 from service.messages import ErrorReply
+from service.ring.bell import BELL_AT, BUSY_AT, CONTROL_BELL_AT, SUPERVISOR, Bell
 
 _LOCK_SPIN = 50
 _LOCK_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ class Board:
         self._version = segment.word(layout.VERSION_AT)
         self._down = segment.word(layout.DOWN_AT)
         self._u64 = segment.buf.cast("Q")
-        self._bells = [Bell(segment, rank, writer_id) for rank in range(num_ranks)]
+        self._bells = [Bell(segment, layout.rank_at(rank), writer_id) for rank in range(num_ranks)]
 
     @classmethod
     def create(
@@ -200,11 +200,11 @@ class Board:
     def doorbell(self, rank: int) -> tuple[int, int]:
         """(offset of the doorbell word, offset of the control word) of a rank in the segment."""
         at = layout.rank_at(rank)
-        return at + layout.BELL_AT, at + layout.CONTROL_BELL_AT
+        return at + BELL_AT, at + CONTROL_BELL_AT
 
     def set_busy(self, rank: int, busy: bool) -> None:
         """Say that a rank's device thread is inside a layer call: control bells must then wake its other thread."""
-        self.buf[layout.rank_at(rank) + layout.BUSY_AT] = busy
+        self.buf[layout.rank_at(rank) + BUSY_AT] = busy
         with self._barrier:  # a locked instruction: what is read next is not read before this store is seen
             pass
 

@@ -22,11 +22,11 @@ VERSION_AT, LOCK_OWNER_AT, HIGHEST_SEQUENCE_AT, HIGHEST_STEP_AT, LEASE_VERSION_A
 INTENT_VERSIONS_AT = 512
 DOWN_AT, DOWN_ERROR_AT = 1024, 1088
 
-_RANKS_AT, _RANK_BYTES = 4096, 512
-BELL_AT, CONTROL_BELL_AT, BUSY_AT, PROGRESS_AT, TRAFFIC_AT = 0, 64, 128, 192, 200
-"""In the block of a rank."""
+RANKS_AT, _RANK_BYTES = 4096, 512
+PROGRESS_AT, TRAFFIC_AT = 192, 200
+"""In the block of a rank, behind the words of its bell."""
 
-LEASE_AT, LEASE_BYTES = _RANKS_AT + MAX_RANKS * _RANK_BYTES, 512
+LEASE_AT, LEASE_BYTES = RANKS_AT + MAX_RANKS * _RANK_BYTES, 512
 KEY_BYTES, INTENT_BYTES = 24, 1024
 NUM_ENTRIES = 8
 """Intents per rank and micro-batch that may be under way: one is the rule, more when ranks without rows are brought
@@ -36,7 +36,7 @@ ORDER_SLOTS, ORDER_BYTES = 128, 8192
 
 
 def rank_at(rank: int) -> int:
-    return _RANKS_AT + rank * _RANK_BYTES
+    return RANKS_AT + rank * _RANK_BYTES
 
 
 def keys_at(num_ranks: int, micro_batch_idx: int) -> int:

@@ -1,22 +1,22 @@
 """Who may call: one lease on the board, held by one caller group at a time.
 
-The record is (serial, holder, first step id). It changes only under the board's lock, so that eight ranks that are
-asked at the same moment give one answer. A lease ends when its holder gives it back, or when another group asks
-after no rank heard of the holder for lease_timeout_s; serials grow and never come back.
+The record is (serial, holder, first step id, first sequence). It changes only under the board's lock, so that eight
+ranks that are asked at the same moment give one answer. A lease ends when its holder gives it back, or when another
+group asks after no rank heard of the holder for lease_timeout_s; serials grow and never come back.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megamoe.errors import InvalidArgumentError, LeaseHeldError, StaleCallError, must_be
 from service.board.board import Board
 from service.board.layout import LEASE_AT, LEASE_BYTES
 from service.messages import LeaseReply
 
-_RECORD = struct.Struct("<QQHH")  # serial, first step id, held, holder length
+_RECORD = struct.Struct("<QQQHH")  # serial, first step id, first sequence, held, holder length
 MAX_HOLDER_BYTES = LEASE_BYTES - _RECORD.size
 
 DEFAULT_LEASE_TIMEOUT_S = 10.0
@@ -29,6 +29,7 @@ class Lease:
 
     serial: int
     first_step_id: int
+    first_sequence: int
     held: bool
     holder: str
 
@@ -44,9 +45,9 @@ class LeaseTable:
     def read(self) -> Lease:
         """The record, under the board's lock, which the caller holds."""
         at, buf = LEASE_AT, self._board.buf
-        serial, first_step_id, held, holder_len = _RECORD.unpack_from(buf, at)
+        serial, first_step_id, first_sequence, held, holder_len = _RECORD.unpack_from(buf, at)
         holder = bytes(buf[at + _RECORD.size : at + _RECORD.size + holder_len]).decode()
-        return Lease(serial, first_step_id, bool(held), holder)
+        return Lease(serial, first_step_id, first_sequence, bool(held), holder)
 
     def take(self, holder: str, rank: int, *, now_ns: int | None = None) -> LeaseReply:
         """Grant or keep the lease of `holder`. Raises LeaseHeldError naming who else holds it."""
@@ -67,13 +68,17 @@ class LeaseTable:
                 )
             board.mark_traffic(rank, now_ns)
             if not lease.held or lease.holder != holder:
-                lease = Lease(lease.serial + 1, board.highest_step + 1, True, holder)
+                lease = Lease(
+                    lease.serial + 1, board.highest_step + 1, board.highest_sequence + 1, True, holder
+                )
                 self._write(lease, raw)
             reply = LeaseReply(
                 lease_serial=lease.serial,
                 generation=board.generation,
                 next_sequence=board.highest_sequence + 1,
                 next_step_id=board.highest_step + 1,
+                first_sequence=lease.first_sequence,
+                first_step_id=lease.first_step_id,
             )
         board.ring_all()
         return reply
@@ -89,12 +94,14 @@ class LeaseTable:
                 raise LeaseHeldError(
                     f"the lease is held by caller group {lease.holder!r}, got a release by {holder!r}"
                 )
-            self._write(Lease(lease.serial, lease.first_step_id, False, holder), holder.encode())
+            self._write(replace(lease, held=False), holder.encode())
         board.ring_all()
 
     def _write(self, lease: Lease, raw: bytes) -> None:
         at, buf = LEASE_AT, self._board.buf
-        _RECORD.pack_into(buf, at, lease.serial, lease.first_step_id, lease.held, len(raw))
+        _RECORD.pack_into(
+            buf, at, lease.serial, lease.first_step_id, lease.first_sequence, lease.held, len(raw)
+        )
         buf[at + _RECORD.size : at + _RECORD.size + len(raw)] = raw
         self._board.bump_lease()
 

@@ -128,6 +128,26 @@ def bench(
         )
 
 
+@app.command("bench-calls")
+def bench_calls(
+    front: Annotated[str, typer.Option(help="address of the front, host:port")] = "127.0.0.1:50051",
+    transport: Annotated[
+        str, typer.Option(help="of grpc, ring, memory; commas between")
+    ] = "grpc,ring,memory",
+    rows: Annotated[str, typer.Option(help="rows a rank, with commas between")] = "1,16,128,512",
+    calls: Annotated[int, typer.Option(min=3, help="timed layer calls a transport and size")] = 200,
+    phase: Annotated[str, typer.Option(help="decode or prefill")] = "decode",
+    spin_us: Annotated[float, typer.Option(min=0, help="how long callers spin before they sleep")] = 0.0,
+    device: Annotated[str, typer.Option(help="of rows with transport memory; default: the rank's own")] = "",
+) -> None:
+    """What a layer call costs beyond the layer: a caller process a rank against a running service on this host."""
+    from service.cli.bench_calls import Settings, print_bench_calls
+
+    settings = Settings(front=front, calls=calls, phase=phase, spin_us=spin_us, device=device)
+    with _told():
+        print_bench_calls(settings, transports=transport, rows=rows)
+
+
 @app.command()
 @with_config_options
 def selftest(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megamoe import Path, PathPolicy, StepPlan, SubStep
@@ -17,7 +19,7 @@ from service.client.values import GroupOutput, Rows
 T = TypeVar("T")
 
 
-class _Loop:
+class Loop:
     """An event loop in a thread. Calls from several threads are fine."""
 
     def __init__(self) -> None:
@@ -25,9 +27,23 @@ class _Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="megamoe-client", daemon=True)
         self._thread.start()
 
+    @classmethod
+    @functools.cache
+    def shared(cls) -> Loop:
+        """The one of this process, which stays: gRPC does not like loops that come and go."""
+        return cls()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         # Bounded by the timeouts inside the client: every exchange has one.
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def submit(self, work: Callable[[], Awaitable[T]]) -> Future[T]:
+        """Call `work` on the loop's thread and await what it gives; what is submitted first begins first."""
+
+        async def run() -> T:
+            return await work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -38,7 +54,7 @@ class _Loop:
 class MoeGroup:
     """AsyncMoeGroup for callers without an event loop."""
 
-    def __init__(self, group: AsyncMoeGroup, loop: _Loop) -> None:
+    def __init__(self, group: AsyncMoeGroup, loop: Loop) -> None:
         self._group = group
         self._loop = loop
 
@@ -46,7 +62,7 @@ class MoeGroup:
     @contextlib.contextmanager
     def connect(cls, front: str, *, holder: str, wait_ready_s: float = 30.0) -> Iterator[MoeGroup]:
         """See AsyncMoeGroup.connect."""
-        loop = _Loop()
+        loop = Loop()
         try:
             manager = AsyncMoeGroup.connect(front, holder=holder, wait_ready_s=wait_ready_s)
             group = loop.run(manager.__aenter__())
@@ -81,7 +97,7 @@ class MoeGroup:
 class Step:
     """AsyncStep, blocking."""
 
-    def __init__(self, step: AsyncStep, loop: _Loop) -> None:
+    def __init__(self, step: AsyncStep, loop: Loop) -> None:
         self._step = step
         self._loop = loop
 
@@ -102,7 +118,7 @@ class Front:
     """AsyncFront, blocking: GetInfo, ForwardStep, Admin."""
 
     def __init__(self, address: str) -> None:
-        self._loop = _Loop()
+        self._loop = Loop()
         self._front = self._loop.run(self._open(address))
 
     async def _open(self, address: str) -> AsyncFront:

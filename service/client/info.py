@@ -12,7 +12,8 @@ from service.pb import moe_pb2 as pb
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """max_tokens_per_rank: rows of one piece of a step. max_step_rows: rows of one rank in one step. Bytes: largest
-    messages of a Forward stream and of ForwardStep."""
+    messages of a Forward stream and of ForwardStep. max_colocated_rings: callers on its host that may have a ring of a
+    rank."""
 
     max_tokens_per_rank: int
     max_step_rows: int
@@ -21,6 +22,7 @@ class Limits:
     step_timeout_s: float
     lease_timeout_s: float
     max_micro_batches: int
+    max_colocated_rings: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ def info_from_pb(message: pb.ServiceInfo) -> ServiceInfo:
             step_timeout_s=limits.step_timeout_s,
             lease_timeout_s=limits.lease_timeout_s,
             max_micro_batches=limits.max_micro_batches,
+            max_colocated_rings=limits.max_colocated_rings,
         ),
         front_address=message.front_address,
         rank_addresses=tuple(rank.address for rank in message.ranks),

@@ -83,6 +83,11 @@ class RankStream:
         self._out.put_nowait(wire.Envelope(message, parts))
         return future
 
+    def check_alive(self) -> None:
+        """Raise what broke the stream, if it is broken. From any thread."""
+        if self._broken is not None:
+            raise same_error(self._broken)
+
     async def _write(self) -> None:
         """The only writer: gRPC ends a whole stream when a write is cancelled, so requests never write themselves."""
         while True:

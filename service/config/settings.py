@@ -102,6 +102,9 @@ class ServiceConfig(BaseModel):
     )
     max_micro_batches: int = Field(4, ge=1, le=16, description="micro-batches with an open plan at a time")
     ring_slots: int = Field(32, ge=8, le=256, description="control messages that a request ring holds")
+    max_colocated_rings: int = Field(
+        4, ge=0, le=64, description="rings in shared memory that a rank opens for callers on its host"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
 
     def __init__(self, **values: Any) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from megamoe import PathPolicy, unlink_all
 from megamoe.errors import MegaMoeError, UnavailableError
-from service.board.bell import FIRST_RING_WRITER
 from service.board.board import Board
 from service.config import ServiceConfig
 from service.front.front import Front
@@ -30,6 +29,7 @@ from service.messages import ErrorReply
 from service.net.info import Addresses, State
 from service.rank import warmup
 from service.rank.spec import RankSpec, RankUp
+from service.ring.bell import FIRST_RING_WRITER
 from service.ring.ring import RingProducer
 from service.ring.specs import FRONT_RING
 

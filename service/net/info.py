@@ -74,6 +74,7 @@ def service_info(config: ServiceConfig, state: State) -> pb.ServiceInfo:
             step_timeout_s=config.step_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
             max_micro_batches=config.max_micro_batches,
+            max_colocated_rings=config.max_colocated_rings,
         ),
         ranks=[
             pb.RankInfo(rank=rank, address=address, metrics_address=metrics_address)

@@ -15,6 +15,7 @@ How a step goes on a Forward stream (the same on all R streams):
   3. LayerCall    once per MoE layer: the rows of this rank. `sequence` starts at LeaseGranted.next_sequence, grows
                   by 1 with every layer call of the group, and is the same number on all ranks.
   4. CloseStep    closes the plan; the next step_id of the same micro-batch closes it too.
+A caller process on the rank's host may ask the stream for a ring in shared memory (OpenRing) and go on there.
 Requests may be sent without waiting for earlier replies. Replies carry the request_id of their request.
 
 Errors. A request that fails gets an Error reply and the stream stays open; what ends the stream (a message above the
@@ -162,6 +163,9 @@ class ForwardRequest(_message.Message):
     STEP_INTENT_FIELD_NUMBER: _builtins.int
     LAYER_CALL_FIELD_NUMBER: _builtins.int
     CLOSE_STEP_FIELD_NUMBER: _builtins.int
+    OPEN_RING_FIELD_NUMBER: _builtins.int
+    REGISTER_MEMORY_FIELD_NUMBER: _builtins.int
+    UNREGISTER_MEMORY_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the caller; comes back in the reply. Unique among the requests in flight on this stream."""
@@ -175,6 +179,12 @@ class ForwardRequest(_message.Message):
     def layer_call(self) -> Global___LayerCall: ...
     @_builtins.property
     def close_step(self) -> Global___CloseStep: ...
+    @_builtins.property
+    def open_ring(self) -> Global___OpenRing: ...
+    @_builtins.property
+    def register_memory(self) -> Global___RegisterMemory: ...
+    @_builtins.property
+    def unregister_memory(self) -> Global___UnregisterMemory: ...
     def __init__(
         self,
         *,
@@ -183,13 +193,16 @@ class ForwardRequest(_message.Message):
         step_intent: Global___StepIntent | None = ...,
         layer_call: Global___LayerCall | None = ...,
         close_step: Global___CloseStep | None = ...,
+        open_ring: Global___OpenRing | None = ...,
+        register_memory: Global___RegisterMemory | None = ...,
+        unregister_memory: Global___UnregisterMemory | None = ...,
         payload: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close_step", b"close_step", "layer_call", b"layer_call", "lease", b"lease", "request", b"request", "step_intent", b"step_intent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close_step", b"close_step", "layer_call", b"layer_call", "lease", b"lease", "open_ring", b"open_ring", "register_memory", b"register_memory", "request", b"request", "step_intent", b"step_intent", "unregister_memory", b"unregister_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_step", b"close_step", "layer_call", b"layer_call", "lease", b"lease", "payload", b"payload", "request", b"request", "request_id", b"request_id", "step_intent", b"step_intent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_step", b"close_step", "layer_call", b"layer_call", "lease", b"lease", "open_ring", b"open_ring", "payload", b"payload", "register_memory", b"register_memory", "request", b"request", "request_id", b"request_id", "step_intent", b"step_intent", "unregister_memory", b"unregister_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["lease", "step_intent", "layer_call", "close_step"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["lease", "step_intent", "layer_call", "close_step", "open_ring", "register_memory", "unregister_memory"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -205,6 +218,8 @@ class ForwardReply(_message.Message):
     LAYER_RESULT_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    RING_OPENED_FIELD_NUMBER: _builtins.int
+    MEMORY_REGISTERED_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     payload: _builtins.bytes
@@ -219,6 +234,10 @@ class ForwardReply(_message.Message):
     def closed(self) -> Global___Closed: ...
     @_builtins.property
     def error(self) -> Global___Error: ...
+    @_builtins.property
+    def ring_opened(self) -> Global___RingOpened: ...
+    @_builtins.property
+    def memory_registered(self) -> Global___MemoryRegistered: ...
     def __init__(
         self,
         *,
@@ -228,13 +247,15 @@ class ForwardReply(_message.Message):
         layer_result: Global___LayerResult | None = ...,
         closed: Global___Closed | None = ...,
         error: Global___Error | None = ...,
+        ring_opened: Global___RingOpened | None = ...,
+        memory_registered: Global___MemoryRegistered | None = ...,
         payload: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "layer_result", b"layer_result", "lease_granted", b"lease_granted", "reply", b"reply", "step_plan", b"step_plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "layer_result", b"layer_result", "lease_granted", b"lease_granted", "memory_registered", b"memory_registered", "reply", b"reply", "ring_opened", b"ring_opened", "step_plan", b"step_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "layer_result", b"layer_result", "lease_granted", b"lease_granted", "payload", b"payload", "reply", b"reply", "request_id", b"request_id", "step_plan", b"step_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "error", b"error", "layer_result", b"layer_result", "lease_granted", b"lease_granted", "memory_registered", b"memory_registered", "payload", b"payload", "reply", b"reply", "request_id", b"request_id", "ring_opened", b"ring_opened", "step_plan", b"step_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["lease_granted", "step_plan", "layer_result", "closed", "error"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["lease_granted", "step_plan", "layer_result", "closed", "error", "ring_opened", "memory_registered"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -280,6 +301,8 @@ class LeaseGranted(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     NEXT_STEP_ID_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_ID_FIELD_NUMBER: _builtins.int
     lease_serial: _builtins.int
     generation: _builtins.int
     """The incarnation of the group; it grows when the group restarts, and everything before is then stale."""
@@ -287,6 +310,11 @@ class LeaseGranted(_message.Message):
     """The sequence of the first LayerCall under this lease."""
     next_step_id: _builtins.int
     """The lowest step_id that may be used."""
+    first_sequence: _builtins.int
+    """What next_sequence and next_step_id were when the lease was granted first: the same for every process of a caller
+    group, whoever asks first. Where the group used the lease already, they lie below the two above.
+    """
+    first_step_id: _builtins.int
     def __init__(
         self,
         *,
@@ -294,10 +322,12 @@ class LeaseGranted(_message.Message):
         generation: _builtins.int = ...,
         next_sequence: _builtins.int = ...,
         next_step_id: _builtins.int = ...,
+        first_sequence: _builtins.int = ...,
+        first_step_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lease_serial", b"lease_serial", "next_sequence", b"next_sequence", "next_step_id", b"next_step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sequence", b"first_sequence", "first_step_id", b"first_step_id", "generation", b"generation", "lease_serial", b"lease_serial", "next_sequence", b"next_sequence", "next_step_id", b"next_step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,7 +600,7 @@ Global___CloseStep: _TypeAlias = CloseStep  # noqa: Y015
 
 @_typing.final
 class Closed(_message.Message):
-    """The plan, or the lease, that was asked to be closed is closed."""
+    """The plan, the lease or the memory that was asked to be closed is closed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -584,6 +614,177 @@ class Closed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Closed: _TypeAlias = Closed  # noqa: Y015
+
+@_typing.final
+class OpenRing(_message.Message):
+    """---------------------------------------------------------------------------------------------- callers on this host
+
+    For a caller process on the rank's host: a request ring of its own in shared memory, through which its StepIntents,
+    LayerCalls and CloseSteps then go without gRPC. It lives as long as the stream, at most one a stream. docs/colocated.md
+    has its bytes. Refused with RESOURCE_EXHAUSTED when Limits.max_colocated_rings of them are open on the rank.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_SERIAL_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_CALLS_FIELD_NUMBER: _builtins.int
+    ROWS_IN_MEMORY_FIELD_NUMBER: _builtins.int
+    lease_serial: _builtins.int
+    max_rows: _builtins.int
+    """Most rows of one layer call; 0 = Limits.max_step_rows, which is also the most."""
+    num_calls: _builtins.int
+    """Layer calls of max_rows that it holds at a time; 0 = 2."""
+    rows_in_memory: _builtins.bool
+    """Rows and results always lie in registered memory: the ring needs no room for them."""
+    def __init__(
+        self,
+        *,
+        lease_serial: _builtins.int = ...,
+        max_rows: _builtins.int = ...,
+        num_calls: _builtins.int = ...,
+        rows_in_memory: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_serial", b"lease_serial", "max_rows", b"max_rows", "num_calls", b"num_calls", "rows_in_memory", b"rows_in_memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenRing: _TypeAlias = OpenRing  # noqa: Y015
+
+@_typing.final
+class RingOpened(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    BELL_SEGMENT_FIELD_NUMBER: _builtins.int
+    BELL_PAGE_FIELD_NUMBER: _builtins.int
+    BELL_OFFSET_FIELD_NUMBER: _builtins.int
+    WRITER_ID_FIELD_NUMBER: _builtins.int
+    MEMORY_KINDS_FIELD_NUMBER: _builtins.int
+    segment: _builtins.str
+    """Name of the ring's segment, a file in /dev/shm, and its size."""
+    num_bytes: _builtins.int
+    bell_segment: _builtins.str
+    """What wakes the rank: a page of a segment and, in that page, the rank's words."""
+    bell_page: _builtins.int
+    bell_offset: _builtins.int
+    writer_id: _builtins.int
+    """High byte of every value that the caller stores into these words."""
+    @_builtins.property
+    def memory_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of memory that RegisterMemory takes on this rank."""
+
+    def __init__(
+        self,
+        *,
+        segment: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        bell_segment: _builtins.str = ...,
+        bell_page: _builtins.int = ...,
+        bell_offset: _builtins.int = ...,
+        writer_id: _builtins.int = ...,
+        memory_kinds: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bell_offset", b"bell_offset", "bell_page", b"bell_page", "bell_segment", b"bell_segment", "memory_kinds", b"memory_kinds", "num_bytes", b"num_bytes", "segment", b"segment", "writer_id", b"writer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RingOpened: _TypeAlias = RingOpened  # noqa: Y015
+
+@_typing.final
+class RegisterMemory(_message.Message):
+    """Lends memory of the caller's to the rank: a layer call in the stream's ring may then name rows and room for results
+    by (memory_id, offset) instead of carrying them. It is the rank's until it is unregistered, the lease changes or the
+    stream ends, and the calls that name it are answered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_SERIAL_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    lease_serial: _builtins.int
+    memory_id: _builtins.int
+    """Chosen by the caller, new on this stream."""
+    kind: _builtins.str
+    """"posix_shm" or "cuda_ipc"."""
+    handle: _builtins.bytes
+    """posix_shm: the segment's name (megamoe-memory-...). cuda_ipc: the 64 bytes of the allocation's cudaIpcMemHandle_t."""
+    offset: _builtins.int
+    """The lent bytes: [offset, offset + num_bytes) of what the handle names. offset is a multiple of 16."""
+    num_bytes: _builtins.int
+    device: _builtins.str
+    """cuda_ipc: UUID of the GPU ("GPU-...")."""
+    def __init__(
+        self,
+        *,
+        lease_serial: _builtins.int = ...,
+        memory_id: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        handle: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handle", b"handle", "kind", b"kind", "lease_serial", b"lease_serial", "memory_id", b"memory_id", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisterMemory: _TypeAlias = RegisterMemory  # noqa: Y015
+
+@_typing.final
+class MemoryRegistered(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
+    memory_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        memory_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_id", b"memory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryRegistered: _TypeAlias = MemoryRegistered  # noqa: Y015
+
+@_typing.final
+class UnregisterMemory(_message.Message):
+    """The reply is Closed, at once; the rank lets go of the memory when the calls that name it are answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_SERIAL_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
+    lease_serial: _builtins.int
+    memory_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        lease_serial: _builtins.int = ...,
+        memory_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_serial", b"lease_serial", "memory_id", b"memory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnregisterMemory: _TypeAlias = UnregisterMemory  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
@@ -1029,6 +1230,7 @@ class Limits(_message.Message):
     STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     LEASE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MAX_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    MAX_COLOCATED_RINGS_FIELD_NUMBER: _builtins.int
     max_tokens_per_rank: _builtins.int
     """Rows of one rank that one piece of a step holds."""
     max_step_rows: _builtins.int
@@ -1043,6 +1245,8 @@ class Limits(_message.Message):
     lease_timeout_s: _builtins.float
     max_micro_batches: _builtins.int
     """Micro-batches that may have a plan open at the same time."""
+    max_colocated_rings: _builtins.int
+    """Rings of co-located callers that a rank has open at a time; 0 = none."""
     def __init__(
         self,
         *,
@@ -1053,10 +1257,11 @@ class Limits(_message.Message):
         step_timeout_s: _builtins.float = ...,
         lease_timeout_s: _builtins.float = ...,
         max_micro_batches: _builtins.int = ...,
+        max_colocated_rings: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_step_max_bytes", b"forward_step_max_bytes", "lease_timeout_s", b"lease_timeout_s", "max_message_bytes", b"max_message_bytes", "max_micro_batches", b"max_micro_batches", "max_step_rows", b"max_step_rows", "max_tokens_per_rank", b"max_tokens_per_rank", "step_timeout_s", b"step_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_step_max_bytes", b"forward_step_max_bytes", "lease_timeout_s", b"lease_timeout_s", "max_colocated_rings", b"max_colocated_rings", "max_message_bytes", b"max_message_bytes", "max_micro_batches", b"max_micro_batches", "max_step_rows", b"max_step_rows", "max_tokens_per_rank", b"max_tokens_per_rank", "step_timeout_s", b"step_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

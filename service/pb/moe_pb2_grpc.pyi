@@ -15,6 +15,7 @@ How a step goes on a Forward stream (the same on all R streams):
   3. LayerCall    once per MoE layer: the rows of this rank. `sequence` starts at LeaseGranted.next_sequence, grows
                   by 1 with every layer call of the group, and is the same number on all ranks.
   4. CloseStep    closes the plan; the next step_id of the same micro-batch closes it too.
+A caller process on the rank's host may ask the stream for a ring in shared memory (OpenRing) and go on there.
 Requests may be sent without waiting for earlier replies. Replies carry the request_id of their request.
 
 Errors. A request that fails gets an Error reply and the stream stays open; what ends the stream (a message above the

@@ -64,7 +64,7 @@ class PlanBook:
         self.draining = False
         self._micro_batches = [MicroBatch(idx) for idx in range(board.max_micro_batches)]
         self._lease_version = -1
-        self._lease = Lease(0, 0, False, "")
+        self._lease = Lease(0, 0, 0, False, "")
 
     # ------------------------------------------------------------------------------ lease
 

@@ -26,17 +26,19 @@ import torch
 
 from megamoe import LayerWeights, PathPolicy, Runtime, load_layer, random_layer_weights
 from megamoe.errors import InternalError, MegaMoeError
-from service.board.bell import FIRST_RING_WRITER
-from service.board.board import Board
+from service.board.board import Board, board_name
+from service.board.layout import RANKS_AT, rank_at
 from service.config import threads_per_rank
 from service.metrics import Balance, RankMetrics
 from service.net.grpc_server import LAYER_SERVICE, Health, listen, make_server
 from service.net.info import Addresses, State, service_info
 from service.rank import warmup
+from service.rank.colocated import Colocated
 from service.rank.server import RankServicer
 from service.rank.spec import RankSpec, RankUp, up_to_json
 from service.rank.step_loop import LoopSettings, StepLoop
 from service.ring.async_ring import AsyncRing
+from service.ring.bell import FIRST_RING_WRITER
 from service.ring.ring import RingConsumer, RingProducer
 from service.ring.specs import SERVICER_RING, ring_specs
 
@@ -214,6 +216,7 @@ class RankProcess:
                 info=lambda: service_info(config, self._state),
                 metrics=metrics,
                 step_timeout_s=config.step_timeout_s,
+                colocated=self._colocated(step_loop),
             )
             server, health = make_server(
                 {LAYER_SERVICE: servicer.handlers()},
@@ -231,6 +234,22 @@ class RankProcess:
                 await server.stop(1.0)
                 await ring.close()
 
+    def _colocated(self, loop: StepLoop) -> Colocated:
+        """The rings that callers on this host may ask for."""
+        config, group_name, rank = self.config, self.spec.group_name, self.spec.rank
+        return Colocated(
+            loop,
+            config.deployment,
+            group_name=group_name,
+            rank=rank,
+            bell=(board_name(group_name), RANKS_AT, rank_at(rank) - RANKS_AT),
+            max_rings=config.max_colocated_rings,
+            num_control_slots=config.ring_slots,
+            memory_kinds=loop.memory_kinds,
+            open_memory=loop.open_memory,
+            timeout_s=config.step_timeout_s,
+        )
+
     async def _keep_health(
         self,
         health: Health,
@@ -246,7 +265,7 @@ class RankProcess:
         while not stopping.is_set():
             if loop.failure is not None:
                 self._end(f"the step loop failed: {loop.failure!r}")
-            if not ring.num_waiting:
+            if not ring.num_waiting and not loop.in_flight:
                 idle_at = time.monotonic()
             stuck = time.monotonic() - max(idle_at, board.last_progress_s(self.spec.rank)) > limit_s
             ready = self._serving.is_set() and board.down is None and not stuck

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import grpc
@@ -34,14 +35,20 @@ from service.messages import (
     LayerRequest,
     LeaseReply,
     LeaseRequest,
+    MemoryReply,
+    OpenRingRequest,
     PlanReply,
+    RegisterMemoryRequest,
     Reply,
     Request,
+    RingReply,
+    UnregisterMemoryRequest,
 )
 from service.metrics import RankMetrics
 from service.net import codec, wire
 from service.net.grpc_server import elsewhere, unary
 from service.pb import moe_pb2 as pb
+from service.rank.colocated import Caller, Colocated, ColocatedRequest
 from service.ring.async_ring import AsyncRing, Pending
 
 In = wire.Envelope[pb.ForwardRequest]
@@ -68,8 +75,10 @@ class RankServicer:
         info: Callable[[], pb.ServiceInfo],
         metrics: RankMetrics,
         step_timeout_s: float,
+        colocated: Colocated,
     ) -> None:
         self._shape = shape
+        self._colocated = colocated
         self._ring = ring
         self._info = info
         self._metrics = metrics
@@ -94,7 +103,8 @@ class RankServicer:
 
     async def forward(self, requests: AsyncIterator[In], context: Any) -> None:
         """One caller rank's stream."""
-        stream = _Stream(self._take, requests, self._step_timeout_s)
+        caller = self._colocated.caller()
+        stream = _Stream(partial(self._take, caller), requests, self._step_timeout_s)
         try:
             async for call in stream:
                 data = wire.serialize(self._answer(call))
@@ -110,17 +120,21 @@ class RankServicer:
             return
         finally:
             stream.close()
+            caller.close()
         await context.abort(*wrong)
 
     # ------------------------------------------------------------------------------ in
 
-    async def _take(self, envelope: In) -> _Call:
+    async def _take(self, caller: Caller, envelope: In) -> _Call:
         """Put one request into the ring. A request that cannot even be put there is answered at once."""
         message = envelope.message
         call = _Call(message)
         try:
-            if message.WhichOneof("request") == "layer_call":
+            kind = message.WhichOneof("request")
+            if kind == "layer_call":
                 call.pending = await self._take_layer(envelope)
+            elif kind in _COLOCATED:
+                call.pending = _Job(caller.handle(_colocated_request(message)))
             else:
                 call.pending = await self._submit(_control_request(message, self._shape.num_ranks))
         except MegaMoeError as error:
@@ -176,6 +190,29 @@ class RankServicer:
         return call.take()
 
 
+class _Job:
+    """A request that is not the step loop's, as its Pending would be."""
+
+    def __init__(self, work: Coroutine[Any, Any, Reply]) -> None:
+        self.future: asyncio.Future[Any] = asyncio.ensure_future(_without_bugs(work))
+
+    def take(self) -> Reply:
+        reply: Reply = self.future.result()
+        return reply
+
+    def release(self) -> None:
+        """It goes on: the caller's end undoes it."""
+
+
+async def _without_bugs(work: Coroutine[Any, Any, Reply]) -> Reply:
+    try:
+        return await work
+    except MegaMoeError:
+        raise
+    except Exception as error:
+        raise _bug(error) from error
+
+
 class _Call:
     """A request of a stream on its way: in the ring, or refused before it got there."""
 
@@ -183,7 +220,7 @@ class _Call:
 
     def __init__(self, message: pb.ForwardRequest) -> None:
         self.message = message
-        self.pending: Pending | None = None
+        self.pending: Pending | _Job | None = None
         self.error: MegaMoeError | None = None
         self.reply: Reply | None = None
 
@@ -281,8 +318,39 @@ def _control_request(message: pb.ForwardRequest, num_ranks: int) -> Request:
     if kind == "close_step":
         close = message.close_step
         return CloseRequest(lease_serial=close.lease_serial, plan_id=codec.plan_id_from_pb(close.plan_id))
-    wanted = "one of lease, step_intent, layer_call, close_step"
+    wanted = (
+        "one of lease, step_intent, layer_call, close_step, open_ring, register_memory, unregister_memory"
+    )
     raise InvalidArgumentError(must_be("request", wanted, "nothing"))
+
+
+_COLOCATED = ("open_ring", "register_memory", "unregister_memory")
+
+
+def _colocated_request(message: pb.ForwardRequest) -> ColocatedRequest:
+    """OpenRing, RegisterMemory or UnregisterMemory as a value."""
+    kind = message.WhichOneof("request")
+    if kind == "open_ring":
+        opened = message.open_ring
+        return OpenRingRequest(
+            lease_serial=opened.lease_serial,
+            max_rows=opened.max_rows,
+            num_calls=opened.num_calls,
+            rows_in_memory=opened.rows_in_memory,
+        )
+    if kind == "unregister_memory":
+        gone = message.unregister_memory
+        return UnregisterMemoryRequest(lease_serial=gone.lease_serial, memory_id=gone.memory_id)
+    lent = message.register_memory
+    return RegisterMemoryRequest(
+        lease_serial=lent.lease_serial,
+        memory_id=lent.memory_id,
+        kind=lent.kind[:_MAX_NAME],
+        handle=lent.handle,
+        offset=lent.offset,
+        num_bytes=lent.num_bytes,
+        device=lent.device[:_MAX_NAME],
+    )
 
 
 def _intent_request(intent: pb.StepIntent, num_ranks: int) -> IntentRequest:
@@ -326,8 +394,14 @@ def _fill(reply: pb.ForwardReply, request: pb.ForwardRequest, value: Reply) -> t
                 generation=value.generation,
                 next_sequence=value.next_sequence,
                 next_step_id=value.next_step_id,
+                first_sequence=value.first_sequence,
+                first_step_id=value.first_step_id,
             )
         )
+    elif isinstance(value, RingReply):
+        reply.ring_opened.CopyFrom(pb.RingOpened(**vars(value)))
+    elif isinstance(value, MemoryReply):
+        reply.memory_registered.memory_id = value.memory_id
     elif isinstance(value, ErrorReply):
         reply.error.CopyFrom(codec.error_to_pb(value))
     else:

@@ -89,6 +89,9 @@ class RankState:
         self.policies = StagedPolicies(policy)
         self.to_stage: list[tuple[Record, PathPolicy]] = []
         """Policies that the device thread must stage."""
+        self.jobs: list[Callable[[], None]] = []
+        """What else it must do between two layer calls: opening and closing memory of callers."""
+        self._retiring: list[tuple[RingConsumer, Callable[[], None]]] = []
         self._observer = observer
         self._clock = clock
         self._version = -1
@@ -116,6 +119,8 @@ class RankState:
         for ring in self.rings:
             for record in ring.poll():
                 self._take(record, now)
+        if self._retiring:
+            self._close_retired()
         if self._down is None and self.board.down is not None:
             self.go_down(self.board.down)
         version = self.board.version
@@ -153,6 +158,29 @@ class RankState:
         if self._observer is not None:
             self._observer.record_policy(policy)
         self.answer(record, DoneReply())
+
+    # ------------------------------------------------------------------------------ rings of callers
+
+    def attach(self, ring: RingConsumer) -> None:
+        """Read this ring too, from the next turn on."""
+        self.rings.append(ring)
+
+    def retire(self, ring: RingConsumer, on_closed: Callable[[], None]) -> None:
+        """Its caller is gone: finish what it announced, then close the ring and let go of the memory it lent."""
+        now = self._clock()
+        for record in ring.poll():
+            self._take(record, now)
+        self.rings.remove(ring)
+        self._retiring.append((ring, on_closed))
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        for entry in [one for one in self._retiring if not one[0].num_open]:
+            self._retiring.remove(entry)
+            ring, on_closed = entry
+            ring.lent.drop_all()
+            ring.close()
+            on_closed()
 
     # ------------------------------------------------------------------------------ requests
 

@@ -12,13 +12,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from megamoe import Bundle, MoeBatch, MoeOutput, PathPolicy, StepPlan
-from megamoe.errors import MegaMoeError
+from megamoe import (
+    Bundle,
+    MemoryHandle,
+    MemoryKind,
+    MoeBatch,
+    MoeOutput,
+    OpenMemory,
+    PathPolicy,
+    StepPlan,
+)
+from megamoe.errors import MegaMoeError, UnavailableError
 from service.board.board import Board
 from service.messages import ErrorReply
 from service.rank.call_state import Work
@@ -44,6 +55,11 @@ class RuntimeLike(Protocol):
 
     @property
     def next_sequence(self) -> int: ...
+
+    @property
+    def memory_kinds(self) -> tuple[MemoryKind, ...]: ...
+
+    def open_memory(self, handle: MemoryHandle) -> OpenMemory: ...
 
     def stage_policy(self, policy: PathPolicy) -> None: ...
 
@@ -155,6 +171,59 @@ class StepLoop:
         """Layer calls that wait for their turn."""
         return max(len(self.state.calls) - int(self._in_forward), 0)
 
+    # ------------------------------------------------------------------------------ co-located callers
+
+    @property
+    def memory_kinds(self) -> tuple[MemoryKind, ...]:
+        """Kinds of memory that callers may lend."""
+        return self._runtime.memory_kinds
+
+    def open_memory(self, handle: MemoryHandle) -> OpenMemory:
+        """See Runtime.open_memory. On the thread that owns the runtime."""
+        return self._runtime.open_memory(handle)
+
+    def with_lock(self) -> threading.Lock:
+        """Hold the state still: for a few microseconds."""
+        return self._lock
+
+    def check_lease(self, serial: int) -> None:
+        """Raise StaleCallError unless the lease is in force; its holder was heard of."""
+        with self._lock:
+            self.state.plans.check_lease(serial, time.monotonic())
+
+    def attach(self, ring: RingConsumer) -> None:
+        """Read this ring too. Under the lock."""
+        self.state.attach(ring)
+
+    def retire(self, ring: RingConsumer, on_closed: Callable[[], None]) -> None:
+        """Finish what this ring's caller announced, then close it."""
+        with self._lock:
+            self.state.retire(ring, on_closed)
+        self._bell(True)
+
+    def on_device(self, job: Callable[[], None]) -> Future[None]:
+        """Run a job on the thread that owns the runtime, between two layer calls."""
+        done: Future[None] = Future()
+        with self._lock:
+            if self._stopping:
+                done.set_exception(UnavailableError(f"rank {self.rank} stops"))
+            else:
+                self.state.jobs.append(partial(_run, job, done))
+        self._bell(True)
+        return done
+
+    def close_memory(self, memory: OpenMemory, done: Future[None]) -> None:
+        """Close it on the thread that owns the runtime. Under the lock."""
+        self.state.jobs.append(partial(_run, memory.close, done))
+        self._bell(True)
+
+    def _run_jobs(self) -> None:
+        """Not under the lock: opening memory can take long, and jobs take the lock themselves."""
+        with self._lock:
+            jobs, self.state.jobs = self.state.jobs, []
+        for job in jobs:
+            job()
+
     # ------------------------------------------------------------------------------ the device thread
 
     def _fail(self, error: BaseException) -> None:
@@ -173,6 +242,7 @@ class StepLoop:
         with self._lock:
             self.state.go_down(error)
             self.state.turn()  # what came in between is answered too
+        self._run_jobs()
 
     def _turn(self) -> None:
         seen = self._doorbell.load()
@@ -182,6 +252,9 @@ class StepLoop:
                 self._stage()
             work = self.state.next_work()
             idle_s = self.state.idle_s() if work is None else 0.0
+            has_jobs = bool(self.state.jobs)
+        if has_jobs:
+            self._run_jobs()
         if work is None:
             self._doorbell.wait_while(seen, idle_s)
             return
@@ -248,3 +321,15 @@ class StepLoop:
                     self._fail(error)
                     return
             self._control.wait_while(seen, STAND_IN_S)
+
+
+def _run(job: Callable[[], None], done: Future[None]) -> None:
+    """A job whose outcome is `done`'s; whoever waited for it may have given up."""
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        job()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from types import TracebackType
 
-from megamoe.errors import OverloadedError, PeerTimeoutError, UnavailableError
+from megamoe.errors import MegaMoeError, OverloadedError, PeerTimeoutError, UnavailableError
 from service.messages import Reply, Request
 from service.ring.ring import RingProducer, Ticket
 
@@ -109,6 +109,12 @@ class AsyncRing:
                 del self._waiting[number]
                 if not pending.future.done():
                     pending.future.set_result(None)
+        try:
+            self.producer.check_fault()
+        except MegaMoeError as error:
+            for pending in self._waiting.values():
+                if not pending.future.done():
+                    pending.future.set_exception(type(error)(str(error)))
 
     def _watch(self) -> None:
         while not self._closed:

@@ -13,22 +13,28 @@ from dataclasses import dataclass
 
 from megamoe import MX_BLOCK, Deployment
 from megamoe.errors import InvalidArgumentError, must_be
-from service.ring.codec import LAYER_BODY_BYTES, MAX_TEXT_BYTES, REPORT_BYTES
+from service.messages import ErrorReply
+from service.ring.codec import LAYER_BODY_BYTES, MAX_TEXT_BYTES, REPORT_BYTES, cut_text
 
 RECORD_ALIGN = 128
-MAGIC = 0x4D4F4552_0001  # layout version in the low half
+MAGIC = 0x4D4F4552_0002  # layout version in the low half
 
 # Head page: who made the ring, then words on cache lines of their own.
 HEAD = struct.Struct(
     "<QQQQQQQQ"
 )  # magic, hidden, topk, ranks, max rows, sub-steps, control slots, bulk bytes
-PUBLISHED_AT, COMPLETED_AT, TABLE_AT = 128, 256, 4096
+PUBLISHED_AT, COMPLETED_AT, FAULT_AT, TABLE_AT = 128, 256, 384, 4096
+"""The two counts; and why the consumer reads no more: bytes of a code, of a text (16 bits each), then both."""
+MAX_FAULT_BYTES = 1024
+FAULT_HEAD = struct.Struct("<HH")
 TABLE_LEN = 512
 """Most records in flight in one ring; a power of two, so that 32-bit counts may wrap."""
 DESCRIPTOR = struct.Struct("<Q")
 
 RECORD_HEAD = struct.Struct("<IIQQIIIIQ")
-"""state, kind, number, submitted_ns, body bytes, rows, mxfp8, reply kind, reply bytes."""
+"""state, kind, number, submitted_ns, body bytes, rows, flags, reply kind, reply bytes."""
+FLAG_MXFP8, FLAG_IN_MEMORY = 1, 2
+"""Rows are MXFP8; rows and result lie in memory that the caller lent, and the record has no room for them."""
 REPLY_TAIL = struct.Struct("<IQ")
 """The last two fields of RECORD_HEAD."""
 STATE_SUBMITTED, STATE_REPLIED = 1, 2
@@ -69,8 +75,12 @@ class RingSpec:
         max_rows: int | None = None,
         num_control_slots: int = 16,
         num_bulk_calls: int = 2,
+        in_memory: bool = False,
     ) -> RingSpec:
-        """The ring of a deployment: room for num_bulk_calls layer calls of max_rows (default max_step_rows)."""
+        """The ring of a deployment: room for num_bulk_calls layer calls of max_rows (default max_step_rows).
+
+        in_memory: for a caller whose rows always lie in memory that it lends.
+        """
         shape = deployment.shape
         max_rows = min(max_rows or deployment.step_rows_limit, deployment.step_rows_limit)
         for name, value in (("num_control_slots", num_control_slots), ("num_bulk_calls", num_bulk_calls)):
@@ -86,7 +96,7 @@ class RingSpec:
             num_bulk_bytes=0,
         )
         # Small calls share the pool with large ones: each slot's worth of calls without rows fits beside them.
-        num_bulk_bytes = num_bulk_calls * sized.layer_map(max_rows, False).num_bytes
+        num_bulk_bytes = num_bulk_calls * sized.layer_map(max_rows, False, in_memory=in_memory).num_bytes
         num_bulk_bytes += num_control_slots * sized.layer_map(0, False).num_bytes
         return cls(**{**sized.__dict__, "num_bulk_bytes": num_bulk_bytes})
 
@@ -142,32 +152,72 @@ class RingSpec:
             num_bulk_bytes=bulk,
         )
 
-    def layer_map(self, num_rows: int, mxfp8: bool, body_bytes: int = 0) -> LayerMap:
-        """Where the parts of a layer call's record lie, relative to its start."""
-        at = RECORD_ALIGN + align_up(max(body_bytes, LAYER_BODY_BYTES))
+    @property
+    def layer_reply_bytes(self) -> int:
+        """Room for the reply of a layer call, without its rows."""
+        return align_up(max(64 + REPORT_BYTES * self.max_sub_steps, _TEXT_REPLY_BYTES))
+
+    def layer_map(
+        self, num_rows: int, mxfp8: bool, body_bytes: int = 0, *, in_memory: bool = False
+    ) -> LayerMap:
+        """Where the parts of a layer call's record lie, relative to its start: the reply first, because its place must
+        not depend on how many rows a record claims to have."""
+        at = reply_at = RECORD_ALIGN + align_up(max(body_bytes, LAYER_BODY_BYTES))
+        at += self.layer_reply_bytes
+        rows_in_record = 0 if in_memory else num_rows
         hidden_at = at
-        at += align_up(num_rows * self.hidden * (1 if mxfp8 else 2))
+        at += align_up(rows_in_record * self.hidden * (1 if mxfp8 else 2))
         sf_at = at
-        at += align_up(num_rows * (self.hidden // MX_BLOCK)) if mxfp8 else 0
+        at += align_up(rows_in_record * (self.hidden // MX_BLOCK)) if mxfp8 else 0
         ids_at = at
         at += align_up(num_rows * self.num_topk * 4)
         weights_at = at
         at += align_up(num_rows * self.num_topk * 4)
-        reply_at = at
-        at += align_up(max(64 + REPORT_BYTES * self.max_sub_steps, _TEXT_REPLY_BYTES))
         out_at = at
-        at += align_up(num_rows * self.hidden * 2)
-        return LayerMap(hidden_at, sf_at, ids_at, weights_at, reply_at, out_at, at)
+        at += align_up(rows_in_record * self.hidden * 2)
+        return LayerMap(reply_at, hidden_at, sf_at, ids_at, weights_at, out_at, at)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
     """Offsets inside the record of one layer call."""
 
+    reply_at: int
     hidden_at: int
     sf_at: int
     ids_at: int
     weights_at: int
-    reply_at: int
     out_at: int
     num_bytes: int
+
+
+def misplaced(spec: RingSpec, offset: int) -> str:
+    """Why no record can start there, "" if one can."""
+    if offset % RECORD_ALIGN:
+        return must_be("place of a record", f"a multiple of {RECORD_ALIGN}", offset)
+    in_control = spec.control_at <= offset < spec.control_at + spec.num_control_slots * spec.control_bytes
+    if in_control:
+        aligned = (offset - spec.control_at) % spec.control_bytes == 0
+        return "" if aligned else must_be("place of a control message", "the start of a slot", offset)
+    least = RECORD_ALIGN + align_up(LAYER_BODY_BYTES) + spec.layer_reply_bytes
+    if spec.bulk_at <= offset <= spec.num_bytes - least:
+        return ""
+    return must_be("place of a record", f"inside the pools of a ring of {spec.num_bytes} bytes", offset)
+
+
+def write_fault(buf: memoryview, code: str, text: str) -> None:
+    """Say why a ring is read no more; the lengths last."""
+    raw = code.encode(), cut_text(text, MAX_FAULT_BYTES - 64)
+    at = FAULT_AT + FAULT_HEAD.size
+    buf[at : at + len(raw[0]) + len(raw[1])] = raw[0] + raw[1]
+    FAULT_HEAD.pack_into(buf, FAULT_AT, len(raw[0]), len(raw[1]))
+
+
+def read_fault(buf: memoryview) -> ErrorReply | None:
+    """Why the ring is read no more, None if it is."""
+    code_len, text_len = FAULT_HEAD.unpack_from(buf, FAULT_AT)
+    if not code_len:
+        return None
+    at = FAULT_AT + FAULT_HEAD.size
+    code, text = bytes(buf[at : at + code_len]), bytes(buf[at + code_len : at + code_len + text_len])
+    return ErrorReply(code=code.decode(), message=text.decode())

@@ -165,7 +165,7 @@ class RingProducer:
         reply_offset = offset + layout.RECORD_ALIGN + layout.CONTROL_BODY_BYTES
         ticket = Ticket(self._num_published, offset, offset + spec.control_bytes, reply_offset, 0)
         ticket.is_control = True
-        self._publish(ticket, kind, body, mxfp8=False)
+        self._publish(ticket, kind, body, flags=0)
         return ticket
 
     def _write_layer(self, request: LayerRequest, body: bytes) -> Ticket:
@@ -193,10 +193,10 @@ class RingProducer:
                 sf = view(offset + where.sf_at, rows, spec.hidden // MX_BLOCK, torch.uint8)
                 _put("hidden_states_sf", sf, scales)
         insort(self._bulk, (offset, ticket.end, ticket), key=_first)
-        self._publish(ticket, codec.LAYER, body, mxfp8=mxfp8)
+        self._publish(ticket, codec.LAYER, body, flags=layout.FLAG_MXFP8 if mxfp8 else 0)
         return ticket
 
-    def _publish(self, ticket: Ticket, kind: int, body: bytes, *, mxfp8: bool) -> None:
+    def _publish(self, ticket: Ticket, kind: int, body: bytes, *, flags: int) -> None:
         offset, buf = ticket.offset, self._segment.buf
         layout.RECORD_HEAD.pack_into(
             buf,
@@ -207,7 +207,7 @@ class RingProducer:
             time.monotonic_ns(),
             len(body),
             ticket.num_rows,
-            int(mxfp8),
+            flags,
             0,
             0,
         )
@@ -262,8 +262,12 @@ class RingProducer:
         return self._segment.buf[ticket.offset + layout.STATE_AT] == layout.STATE_REPLIED
 
     def try_take(self, ticket: Ticket) -> Reply | None:
-        """The reply if it is there. Its tensors are views that hold until `release`."""
+        """The reply if it is there. Its tensors are views that hold until `release`.
+
+        Raises the error for which the rank reads this ring no more.
+        """
         if not self.is_replied(ticket):
+            self.check_fault()
             return None
         fence()
         buf = self._segment.buf
@@ -274,6 +278,12 @@ class RingProducer:
             rows = self._views.at(ticket.out_offset, ticket.num_rows, self.spec.hidden, torch.bfloat16)
         body = buf[ticket.reply_offset : ticket.reply_offset + num_bytes]
         return codec.decode_reply(kind, body, self.spec.num_ranks, rows)
+
+    def check_fault(self) -> None:
+        """Raise what the rank wrote when it stopped reading this ring, if it did."""
+        fault = layout.read_fault(self._segment.buf)
+        if fault is not None:
+            raise fault.exception()
 
     def wait(self, ticket: Ticket, timeout_s: float) -> Reply:
         """The reply, sleeping for it. Raises PeerTimeoutError if the rank does not answer within timeout_s."""

@@ -9,6 +9,8 @@ SERVICER_RING = 0
 """The rank's own gRPC servicer."""
 FRONT_RING = 1
 """The front: one ForwardStep at a time, and Admin."""
+FIRST_COLOCATED_RING = 2
+"""From here on: callers on this host, made when they ask."""
 
 
 def ring_specs(config: ServiceConfig) -> tuple[RingSpec, RingSpec]:

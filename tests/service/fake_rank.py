@@ -79,7 +79,14 @@ class FakeRank:
         if isinstance(request, LeaseRequest):
             if request.release:
                 return DoneReply()
-            return LeaseReply(lease_serial=7, generation=3, next_sequence=11, next_step_id=5)
+            return LeaseReply(
+                lease_serial=7,
+                generation=3,
+                next_sequence=11,
+                next_step_id=5,
+                first_sequence=11,
+                first_step_id=5,
+            )
         if isinstance(request, IntentRequest):
             plan = StepPlan(
                 plan_id=request.plan_id,

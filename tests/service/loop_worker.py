@@ -15,8 +15,8 @@ import torch
 
 from megamoe import Deployment, MoeShape, Phase, PlanId, Runtime, StepPlan, unlink_all
 from megamoe.errors import PeerTimeoutError
-from service.board.bell import FIRST_RING_WRITER, Bell
 from service.board.board import Board
+from service.board.layout import rank_at
 from service.messages import (
     IntentRequest,
     LayerReply,
@@ -28,6 +28,7 @@ from service.messages import (
     Request,
 )
 from service.rank.step_loop import LoopSettings, StepLoop
+from service.ring.bell import FIRST_RING_WRITER, Bell
 from service.ring.ring import RingConsumer, RingProducer, RingSpec, Ticket
 
 NUM_LAYERS = 2
@@ -178,7 +179,10 @@ class RankGroup:
         """A caller group on ring ring_idx of every rank, with the lease."""
         rings = [
             RingProducer.attach(
-                self.name, rank, ring_idx, Bell(self.board.segment, rank, FIRST_RING_WRITER + ring_idx)
+                self.name,
+                rank,
+                ring_idx,
+                Bell(self.board.segment, rank_at(rank), FIRST_RING_WRITER + ring_idx),
             )
             for rank in range(self.num_ranks)
         ]

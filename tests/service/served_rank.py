@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from service.net import wire
 from service.net.grpc_server import LAYER_SERVICE, Health, listen, make_server
 from service.net.info import State, service_info
 from service.pb import moe_pb2 as pb
+from service.rank.colocated import Colocated
 from service.rank.server import RankServicer
 from service.ring.async_ring import AsyncRing
 from service.ring.ring import RingProducer
@@ -40,6 +42,32 @@ class ServedRank:
         return RankStream(0, self.address, max_message_bytes=CONFIG.message_bytes)
 
 
+class NoLoop:
+    """The step loop of a rank that opens no rings."""
+
+    def check_lease(self, serial: int) -> None:
+        pass
+
+    def with_lock(self) -> Any:
+        return contextlib.nullcontext()
+
+
+def no_rings() -> Colocated:
+    """Colocated of a rank whose setting is 0 rings."""
+    return Colocated(
+        NoLoop(),  # type: ignore[arg-type]
+        CONFIG.deployment,
+        group_name="megamoe-none",
+        rank=0,
+        bell=("megamoe-none", 0, 0),
+        max_rings=0,
+        num_control_slots=8,
+        memory_kinds=(),
+        open_memory=lambda handle: pytest.fail(f"opened {handle}"),
+        timeout_s=STEP_TIMEOUT_S,
+    )
+
+
 @pytest.fixture
 async def served() -> AsyncIterator[ServedRank]:
     name = f"megamoe-t{os.getpid()}-rs"
@@ -54,6 +82,7 @@ async def served() -> AsyncIterator[ServedRank]:
         info=lambda: service_info(CONFIG, state),
         metrics=metrics,
         step_timeout_s=STEP_TIMEOUT_S,
+        colocated=no_rings(),
     )
     limit = CONFIG.message_bytes
     server, health = make_server(

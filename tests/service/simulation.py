@@ -27,12 +27,13 @@ from megamoe import (
     plan_bundle,
 )
 from megamoe.errors import PeerRefusedError, PeerTimeoutError
-from service.board.bell import FIRST_RING_WRITER, Bell
 from service.board.board import Board
+from service.board.layout import rank_at
 from service.messages import ErrorReply, LayerReply, LeaseReply, LeaseRequest, Reply, Request
 from service.rank.call_state import Work
 from service.rank.state import Observer, RankState
 from service.rank.step_loop import STAND_IN_S, LoopSettings
+from service.ring.bell import FIRST_RING_WRITER, Bell
 from service.ring.ring import RingConsumer, RingProducer, RingSpec, Ticket
 
 NUM_LAYERS = 4
@@ -264,7 +265,7 @@ def simulated_group(
         group.consumers.append(consumer)
         group.producers.append(
             RingProducer.attach(
-                group_name, rank, 0, Bell(board.segment, rank, FIRST_RING_WRITER), timeout_s=1.0
+                group_name, rank, 0, Bell(board.segment, rank_at(rank), FIRST_RING_WRITER), timeout_s=1.0
             )
         )
         group.states.append(

@@ -19,10 +19,10 @@ from megamoe.errors import HeapError, InvalidArgumentError, OverloadedError, Una
 from service.board import board as board_module
 from service.board.admission import AdmissionLimits, RankLoad, admit
 from service.board.agreement import Agreed, IntentTable
-from service.board.bell import FIRST_RING_WRITER, SUPERVISOR, Bell
 from service.board.board import Board
-from service.board.layout import ERROR_BYTES, pack_error, unpack_error
+from service.board.layout import ERROR_BYTES, pack_error, rank_at, unpack_error
 from service.messages import ErrorReply
+from service.ring.bell import FIRST_RING_WRITER, SUPERVISOR, Bell
 from tests.service.simulation import deployment
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -141,7 +141,7 @@ def test_a_writer_never_stores_what_another_did(group_name: str, board: Board) -
     doorbell = board.segment.word(board.doorbell(0)[0])
     writers = [Board.attach(group_name, writer_id) for writer_id in (0, 3, SUPERVISOR)]
     bells = [writer.bell(0) for writer in writers] + [
-        Bell(board.segment, 0, FIRST_RING_WRITER + idx) for idx in range(3)
+        Bell(board.segment, rank_at(0), FIRST_RING_WRITER + idx) for idx in range(3)
     ]
     seen = []
     for _ in range(5):

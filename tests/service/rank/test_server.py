@@ -26,7 +26,7 @@ async def test_a_whole_step(served: ServedRank) -> None:
     stream = served.stream()
     granted = await stream.request(pb.ForwardRequest(lease=pb.Lease(holder="me")), timeout_s=5)
     assert granted.message.lease_granted == pb.LeaseGranted(
-        lease_serial=7, generation=3, next_sequence=11, next_step_id=5
+        lease_serial=7, generation=3, next_sequence=11, next_step_id=5, first_sequence=11, first_step_id=5
     )
     plan_id = pb.PlanId(generation=3, step_id=5)
     intent = pb.StepIntent(lease_serial=7, plan_id=plan_id, num_rows=40, phase=pb.PHASE_decode)

@@ -13,8 +13,8 @@ import pytest
 
 from megamoe import Path, PathPolicy, Phase, SharedSegment, StepPlan
 from megamoe.errors import ConfigError, HeapError
-from service.board.bell import FIRST_RING_WRITER, Bell
 from service.board.board import Board
+from service.board.layout import rank_at
 from service.messages import (
     DoneReply,
     ErrorReply,
@@ -23,6 +23,7 @@ from service.messages import (
     PlanReply,
     PolicyRequest,
 )
+from service.ring.bell import FIRST_RING_WRITER, Bell
 from service.ring.ring import RingProducer
 from tests.service.loop_worker import Caller, RankGroup, check_rows, deployment, running_group
 
@@ -127,7 +128,7 @@ def policies(caller: Caller) -> None:
 
 def _produce_and_hang(group_name: str, request: object) -> None:
     board = Board.attach(group_name, 40)
-    producer = RingProducer.attach(group_name, 1, 0, Bell(board.segment, 1, FIRST_RING_WRITER))
+    producer = RingProducer.attach(group_name, 1, 0, Bell(board.segment, rank_at(1), FIRST_RING_WRITER))
     producer.submit(request)  # type: ignore[arg-type]
     time.sleep(60)
 
@@ -144,11 +145,11 @@ def killed_producer(group: RankGroup, caller: Caller) -> None:
     for rank, one in zip((0, 2, 3), sent):
         check_rows(calls[rank], caller.reply(one))
     with pytest.raises(ConfigError, match="must have one producer"):
-        RingProducer.attach(group.name, 1, 0, Bell(group.board.segment, 1, FIRST_RING_WRITER))
+        RingProducer.attach(group.name, 1, 0, Bell(group.board.segment, rank_at(1), FIRST_RING_WRITER))
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join(10)
     successor = RingProducer.attach(
-        group.name, 1, 0, Bell(group.board.segment, 1, FIRST_RING_WRITER), timeout_s=5.0
+        group.name, 1, 0, Bell(group.board.segment, rank_at(1), FIRST_RING_WRITER), timeout_s=5.0
     )
     assert successor.num_in_flight == 0
     reply = successor.call(LeaseRequest(holder="other"), 5.0)

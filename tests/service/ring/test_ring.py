@@ -158,7 +158,14 @@ PLAN_REPLY = PlanReply(
 @pytest.mark.parametrize(
     "reply",
     [
-        LeaseReply(lease_serial=1, generation=2**63, next_sequence=2**63, next_step_id=4),
+        LeaseReply(
+            lease_serial=1,
+            generation=2**63,
+            next_sequence=2**63,
+            next_step_id=4,
+            first_sequence=2**62,
+            first_step_id=3,
+        ),
         PLAN_REPLY,
         DoneReply(),
         ErrorReply(code="peer_timeout", message='rank 3 … "quoted"\n', missing_ranks=(1, 3)),
@@ -498,6 +505,6 @@ def test_sizes_follow_the_deployment() -> None:
     for rows in (0, 1, 7, 64):
         for mxfp8 in (False, True):
             where = SPEC.layer_map(rows, mxfp8)
-            starts = [where.hidden_at, where.ids_at, where.weights_at, where.reply_at, where.out_at]
+            starts = [where.reply_at, where.hidden_at, where.ids_at, where.weights_at, where.out_at]
             assert starts == sorted(starts)
             assert all(at % ring_layout.RECORD_ALIGN == 0 for at in starts)

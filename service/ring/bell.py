@@ -1,6 +1,7 @@
-"""Bells: how any process of a group wakes a rank's step loop, at any moment, without losing a ring.
+"""Bells: how any process on the host wakes a rank's step loop, at any moment, without losing a ring.
 
-Owns the ids that tell apart who rings. The words lie on the board.
+Owns the ids that tell apart who rings. The words lie on the board, in a block of each rank; a co-located caller maps
+the page of these blocks and nothing else of the board.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import itertools
 
 from megamoe import SharedSegment
-from service.board import layout
 
 SUPERVISOR = 31
 """Writer id of the process that watches over the ranks; a rank's own id is its number."""
 FIRST_RING_WRITER = 32
 """Writer id of the producer of ring i is this + i: every writer of a bell stores values of its own."""
+NUM_RING_WRITERS = 256 - FIRST_RING_WRITER
+
+BELL_AT, CONTROL_BELL_AT, BUSY_AT = 0, 64, 128
+"""In the block of a rank: the doorbell, the bell that is heard during a layer call, whether one is under way."""
 
 
 class Bell:
@@ -25,11 +29,11 @@ class Bell:
 
     __slots__ = ("_busy", "_control", "_counter", "_word", "_writer_id")
 
-    def __init__(self, segment: SharedSegment, rank: int, writer_id: int) -> None:
-        at = layout.rank_at(rank)
-        self._word = segment.word(at + layout.BELL_AT)
-        self._control = segment.word(at + layout.CONTROL_BELL_AT)
-        self._busy = segment.word(at + layout.BUSY_AT)
+    def __init__(self, segment: SharedSegment, block_at: int, writer_id: int) -> None:
+        """block_at: where the rank's block lies in the segment (board.layout.rank_at)."""
+        self._word = segment.word(block_at + BELL_AT)
+        self._control = segment.word(block_at + CONTROL_BELL_AT)
+        self._busy = segment.word(block_at + BUSY_AT)
         self._writer_id = writer_id << 24
         self._counter = itertools.count(1)
 
