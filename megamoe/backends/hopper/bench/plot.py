@@ -38,13 +38,16 @@ def draw(report: Report, file: FilePath) -> None:
                 below.plot(tokens, [timing.fraction for timing in mine], marker=".", label=path)
         for name in dict.fromkeys(baseline.name for baseline in report.baselines):
             theirs = [b for b in report.baselines if (b.name, b.distribution) == (name, distribution)]
-            above.plot([b.tokens for b in theirs], [b.us for b in theirs], linestyle="--", label=name)
+            above.plot(
+                [b.tokens for b in theirs], [b.us for b in theirs], marker="x", linestyle="--", label=name
+            )
         sizes = report.sizes(distribution)
         floors = [report.best(distribution, size).floor_us for size in sizes]
         above.plot(sizes, floors, color="black", linewidth=1, label="floor")
         above.set(xscale="log", yscale="log", title=distribution)
         above.set_xscale("log", base=2)
         below.set(xlabel="tokens a rank", ylim=(0, 1))
+        below.xaxis.set_major_formatter("{x:.0f}")
         for one in (above, below):
             one.grid(visible=True, alpha=0.3)
     axes[0, 0].set_ylabel("microseconds a layer")
