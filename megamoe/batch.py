@@ -130,6 +130,8 @@ class MoeBatch:
 
     def rows(self, start: int, stop: int) -> MoeBatch:
         """The rows [start, stop) as views; what lies past the end is not there."""
+        if start == 0 and stop >= self.num_rows:
+            return self
         scales = self.hidden_states_sf
         return MoeBatch(
             self.hidden_states[start:stop],

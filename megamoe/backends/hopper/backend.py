@@ -1,14 +1,15 @@
 """HopperBackend: one rank on an NVIDIA H100/H200.
 
 A sub-step is a fixed sequence of kernels on the rank's own stream. Nothing synchronises with the host between `begin`
-and `finish`: row counts, work lists and failures live on the device. `finish` waits for the stream and reads the
-control block back.
+and `finish`: row counts, work lists and failures live on the device. `begin` writes the request into pinned memory,
+`finish` waits for the stream and reads the status there.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 
@@ -16,26 +17,18 @@ import torch
 
 from megamoe.backends import Launch
 from megamoe.backends.hopper import group as groups
-from megamoe.backends.hopper import record
-from megamoe.backends.hopper.board import SECTIONS
-from megamoe.backends.hopper.buffers import (
-    BoundLayer,
-    RankBuffers,
-    allocate_heap,
-    control_words,
-    exchanges_counts,
-)
-from megamoe.backends.hopper.call import LAUNCH, STAGES, Call
+from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, allocate_heap, control_words, host_view
+from megamoe.backends.hopper.call import LAUNCH, STAGES, Call, Recipes
 from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
 from megamoe.backends.hopper.plan import devices_of_ranks
-from megamoe.backends.hopper.record import Word
+from megamoe.backends.hopper.report import raise_failures, report_of
 from megamoe.backends.hopper.served import check_served, gemm_plan, gemm_plans, reach_peers
 from megamoe.backends.hopper.staging import Staging
-from megamoe.batch import Counters, MoeBatch, SubStepReport
-from megamoe.bundle import Bundle, Path, RowFormat
+from megamoe.batch import MoeBatch, SubStepReport
+from megamoe.bundle import Bundle, Path
 from megamoe.errors import (
     BindingError,
     ConfigError,
@@ -45,12 +38,9 @@ from megamoe.errors import (
     PeerTimeoutError,
     must_be,
 )
-from megamoe.layout import FlagKind, plan_layout
+from megamoe.layout import plan_layout
 from megamoe.memory import MemoryHandle, MemoryKind, OpenMemory
 from megamoe.weights import LayerWeights
-
-_FLAG_BYTES = 8
-
 
 _warming = threading.Lock()
 """Ranks of one process compile in turn: the first one does the work, the others find it done."""
@@ -101,10 +91,13 @@ class HopperBackend:
         self.stream = torch.cuda.Stream(self.device)
         # Instantiating a graph may wait for the device, and so for a kernel of a peer that waits for this rank.
         alone = device.num_virtual_ranks == 1
-        self.graphs = StepGraphs(self.stream) if alone else None
+        self.graphs = StepGraphs() if alone else None
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots
-        self._control_host = torch.zeros(record.NUM_WORDS, dtype=torch.int64, pin_memory=True)
-        self._status_host = torch.zeros(record.NUM_WORDS, dtype=torch.int64, pin_memory=True)
+        self._recipes = Recipes(bundle)
+        self._request = host_view(self.buffers.request)
+        self._report = host_view(self.buffers.report)
+        self._caller = torch.cuda.Event()
+        self._marks: list[torch.cuda.Event] = []
         self._call: Call | None = None
         self._closed = False
 
@@ -153,34 +146,43 @@ class HopperBackend:
         return STAGES[path]
 
     def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
-        """batch and out may be on the host (pinned or not) or on the device; host rows are copied on the stream."""
+        """batch and out may be on the host (pinned or not) or on the device.
+
+        What the caller has queued on its current stream for tensors on the device comes first; those on the host must
+        be complete.
+        """
         layer = self._layers[launch.slot_idx]
         if layer is None:
             raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        recipe = self._recipes.of(launch.sub_step)
+        if batch.hidden_states.is_cuda or batch.topk_ids.is_cuda or out.is_cuda:
+            self._caller.record(torch.cuda.current_stream(self.device.index))
+            self.stream.wait_event(self._caller)
         with torch.cuda.stream(self.stream):
-            on_device = self._staging.to_device(batch)
-            out_dev = self._staging.out_dev(out)
+            incoming, result = self._staging.bring(batch), self._staging.outgoing(out)
+            call = self._call = Call(launch, layer, recipe, incoming.batch, result)
             left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), 1_000_000)
-            words = control_words(self.buffers.layout, launch, on_device, out_dev, left_ns)
-            self._control_host.copy_(torch.tensor(words, dtype=torch.int64))
-        gemms = gemm_plan(self.bundle, launch.sub_step.path, launch.sub_step.max_rows)
-        call = self._call = Call(launch, layer, on_device, out, out_dev, gemms)
-        call.mark(self.stream, "begin")
-        if self.graphs is not None and call.graph_key is not None:
-            self.graphs.replay(call.graph_key, partial(self._launch_all, call))
-            call.in_graph = True
-        else:
-            with torch.cuda.stream(self.stream):
-                self._send_control()
-
-    def _send_control(self) -> None:
-        self.buffers.control.copy_(self._control_host, non_blocking=True)
+            words = control_words(
+                self.buffers.layout, launch, incoming.batch, result.written, left_ns, incoming.sources
+            )
+            self._request[:] = array("q", words)
+            if self.graphs is not None and recipe.captured:
+                self.graphs.replay(call.graph_key, partial(self._launch_all, call))
+                call.in_graph = True
+            else:
+                self.kernels.take(recipe.grid_rows)
+                self._mark("begin")
 
     def _launch_all(self, call: Call) -> None:
-        self._send_control()
-        for stage in STAGES[call.launch.sub_step.path]:
+        self.kernels.take(call.recipe.grid_rows)
+        for stage in STAGES[call.recipe.path]:
             LAUNCH[stage](self.kernels, call)
+        self._launch_end(call)
+
+    def _launch_end(self, call: Call) -> None:
+        if call.launch.closing:
+            self.kernels.close()
+        self.kernels.tell()
 
     def launch(self, stage: str) -> None:
         """One stage; of a sub-step that is a captured graph, nothing is left to do."""
@@ -190,73 +192,31 @@ class HopperBackend:
             return
         with torch.cuda.stream(self.stream):
             LAUNCH[stage](self.kernels, call)
-        call.mark(self.stream, stage)
+        self._mark(stage)
+
+    def _mark(self, name: str) -> None:
+        """A point in the stream's time; events are used again by the next call."""
+        call = self._running()
+        if len(call.marks) == len(self._marks):
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+        event = self._marks[len(call.marks)]
+        event.record(self.stream)
+        call.marks.append((name, event))
 
     def finish(self) -> SubStepReport:
         call = self._running()
-        with torch.cuda.stream(self.stream):
-            if call.launch.closing:
-                self.kernels.close()
-            self._status_host.copy_(self.buffers.control, non_blocking=True)
-            self._staging.queue_out(call.out)
-        call.mark(self.stream, "end")
+        if not call.in_graph or call.result.needs_copy:
+            with torch.cuda.stream(self.stream):
+                if not call.in_graph:
+                    self._launch_end(call)
+                call.result.queue()
         # Every device-side wait is bounded by the launch's deadline, so this one ends too.
-        call.marks[-1][1].synchronize()
+        self.stream.synchronize()
         self._call = None
-        status = self._status_host.tolist()
-        self._raise_failures(call.launch, status)
-        self._staging.take_out(call.out)
-        return self._report(call, status)
-
-    def _raise_failures(self, launch: Launch, status: list[int]) -> None:
-        where = f"rank {self.rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
-        if status[Word.FAILED]:
-            missing = _ranks(status[Word.MISSING])
-            kind = FlagKind(status[Word.FAILED_KIND]).name.lower()
-            src_rank, seen = status[Word.FAILED_SRC], status[Word.FAILED_SEEN] & 0xFFFFFFFF
-            why = (
-                f"expected epoch {launch.epoch} in the {kind} flag of rank {src_rank}, seen {seen}"
-                if src_rank >= 0
-                else f"a peer gave up while this rank waited for {kind} flags"
-            )
-            raise PeerTimeoutError(f"ranks {missing} did not come ({where}): {why}", missing)
-        refusing = _ranks(status[Word.REFUSED])
-        if refusing:
-            raise PeerRefusedError(
-                f"ranks {refusing} refused the call of slot {launch.slot_idx}, epoch {launch.epoch}", refusing
-            )
-
-    def _report(self, call: Call, status: list[int]) -> SubStepReport:
-        sub_step = call.launch.sub_step
-        counted = exchanges_counts(sub_step.path)
-        shape = self.bundle.shape
-        peers = shape.num_ranks - 1
-        num_flags = (3 if counted else 2) + call.launch.closing
-        if sub_step.path is Path.LARGE_M:
-            num_flags += SECTIONS - 1
-        counts = shape.num_experts_per_rank if sub_step.path is Path.LARGE_M else shape.num_ranks
-        counts_bytes = 4 * counts * counted
-        fp8 = set(_ranks(status[Word.FP8]))
-        return SubStepReport(
-            path=sub_step.path,
-            runtime_capacity=sub_step.runtime_capacity,
-            num_rows_per_rank=sub_step.num_rows_per_rank,
-            row_format_per_rank=tuple(
-                RowFormat.FP8 if rank in fp8 else RowFormat.BF16
-                for rank in range(self.bundle.shape.num_ranks)
-            ),
-            counters=Counters(
-                count_exchanges=int(counted),
-                prepare_passes=int(counted),
-                launches=call.num_launches,
-                group_barriers=int(call.compact) + int(call.launch.closing),
-                bytes_sent=status[Word.BYTES_SENT] + peers * (num_flags * _FLAG_BYTES + counts_bytes),
-                padded_rows=status[Word.PADDED_ROWS],
-                dropped_slots=status[Word.DROPPED_SLOTS],
-                rows_received=status[Word.ROWS_RECEIVED],
-            ),
-            times=call.times(),
-        )
+        status = self._report.tolist()
+        raise_failures(status, call.launch, self.rank)
+        call.result.take()
+        return report_of(status, call, self.bundle.shape)
 
     def abandon(self, error: BaseException) -> None:
         """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
@@ -264,6 +224,8 @@ class HopperBackend:
         if call is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
             return
         with torch.cuda.stream(self.stream):
+            # The first kernel may not have been queued: peers look for this launch's epoch.
+            self.kernels.take(call.recipe.grid_rows)
             self.kernels.abort()
         self.stream.synchronize()
 
@@ -283,8 +245,3 @@ class HopperBackend:
         groups.leave(self._group, self.rank)
         self._layers = []
         self.graphs = None
-        self.graphs = None
-
-
-def _ranks(mask: int) -> list[int]:
-    return [rank for rank in range(record.MAX_RANKS) if mask >> rank & 1]

@@ -6,6 +6,7 @@ torch device, so that layouts and stages can be tested without a GPU.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,8 @@ class RankBuffers:
 
         self.bases = torch.tensor(list(heap_addresses), dtype=torch.int64).to(device)
         self.control = table(record.NUM_WORDS, torch.int64)
+        self.request = host_words(device)
+        self.report = host_words(device)
         self.ticket = table(1, torch.int32)
         self.token_index = table(layout.capacity * self.shape.num_ranks, torch.int32)
         self.row_slot = table(rows, torch.int32)
@@ -85,10 +88,32 @@ class RankBuffers:
         return self.sizes.num_bytes
 
 
+def host_words(device: torch.device) -> torch.Tensor:
+    """Zeroed int64 [NUM_WORDS] on the host, which kernels on `device` reach too."""
+    if device.type == "meta":
+        return torch.zeros(record.NUM_WORDS, dtype=torch.int64, device=device)
+    return torch.zeros(record.NUM_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def host_view(words: torch.Tensor) -> memoryview:
+    """int64 words of a host tensor, which must outlive it."""
+    raw = (ctypes.c_int64 * words.numel()).from_address(words.data_ptr())
+    return memoryview(raw).cast("B").cast("q")
+
+
 def control_words(
-    layout: HeapLayout, launch: Launch, batch: MoeBatch, out: torch.Tensor, timeout_ns: int
+    layout: HeapLayout,
+    launch: Launch,
+    batch: MoeBatch,
+    out: torch.Tensor,
+    timeout_ns: int,
+    sources: tuple[int, int] = (0, 0),
 ) -> list[int]:
-    """The control block of a sub-step, status words zero. batch and out must be on the rank's device."""
+    """The control block of a sub-step, status words zero.
+
+    batch and out must be where kernels of the rank's device can reach them. sources: addresses of ids and weights on
+    the host, 0 where the batch's own are filled.
+    """
     buffer_idx, sub_step = launch.buffer_idx, launch.sub_step
     words = [0] * record.NUM_WORDS
     words[Word.EPOCH] = launch.epoch
@@ -109,6 +134,7 @@ def control_words(
     words[Word.ABORTS_OFFSET] = layout.region("aborts").offset
     for rank, rows in enumerate(sub_step.num_rows_per_rank):
         words[Word.ROWS_PER_RANK + rank] = rows
+    words[Word.IDS_SRC], words[Word.WEIGHTS_SRC] = sources
     return words
 
 

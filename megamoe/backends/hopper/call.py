@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -10,8 +13,11 @@ from megamoe.backends import Launch
 from megamoe.backends.hopper.buffers import BoundLayer, packs_densely
 from megamoe.backends.hopper.kernels import Kernels
 from megamoe.backends.hopper.plan import GemmPlan, next_power_of_2
-from megamoe.batch import MoeBatch, StageTimes
-from megamoe.bundle import Path
+from megamoe.backends.hopper.served import gemm_plan
+from megamoe.backends.hopper.staging import Outgoing
+from megamoe.batch import MoeBatch
+from megamoe.bundle import Bundle, Path
+from megamoe.path import SubStep
 
 STAGES: dict[Path, tuple[str, ...]] = {
     Path.SMALL_M: ("small_m",),
@@ -22,78 +28,108 @@ STAGES: dict[Path, tuple[str, ...]] = {
 
 GRAPH_PATHS = (Path.SMALL_M, Path.FIXED_SLOT)
 """Decode: there the host's launches would cost as much as the kernels."""
-GraphKey = tuple[int, int, Path, int, int, GemmPlan, bool]
-"""Slot, version of its binding, path, capacity, rows of the bucket, GEMMs, whether rows come quantized."""
+COMPACT_GRAPH_ROWS = 512
+"""compact is captured for up to so many rows a rank; above, its kernels take longer than their launches."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is launched for steps of a size on a path: grids and GEMMs. grid_rows: rows that grids are made for, a
+    power of two, so that steps of nearly as many rows launch alike."""
+
+    path: Path
+    capacity: int
+    grid_rows: int
+    gemms: GemmPlan
+
+    @property
+    def captured(self) -> bool:
+        """Whether its launches are worth a graph."""
+        return self.path in GRAPH_PATHS or (
+            self.path is Path.COMPACT and self.grid_rows <= COMPACT_GRAPH_ROWS
+        )
+
+
+class Recipes:
+    """The recipes of a deployment, each made once."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._of_rows: dict[tuple[Path, int, int], Recipe] = {}
+        self._made: dict[Recipe, Recipe] = {}
+
+    def of(self, sub_step: SubStep) -> Recipe:
+        """One and the same object for all sub-steps that launch alike."""
+        rows = sub_step.max_rows
+        key = (sub_step.path, sub_step.runtime_capacity, rows)
+        found = self._of_rows.get(key)
+        if found is None:
+            gemms = gemm_plan(self._bundle, sub_step.path, rows)
+            recipe = Recipe(sub_step.path, sub_step.runtime_capacity, next_power_of_2(rows), gemms)
+            found = self._of_rows[key] = self._made.setdefault(recipe, recipe)
+        return found
+
+
+class GraphKey(NamedTuple):
+    """What a captured graph of a sub-step depends on. version: of the slot's binding; recipe_id: id() of a Recipe."""
+
+    slot_idx: int
+    version: int
+    recipe_id: int
+    quantized: bool
+    closing: bool
 
 
 class Call:
     """The sub-step under way: its tensors are kept until its kernels have finished."""
 
     def __init__(
-        self,
-        launch: Launch,
-        layer: BoundLayer,
-        batch: MoeBatch,
-        out: torch.Tensor,
-        out_dev: torch.Tensor,
-        gemms: GemmPlan,
+        self, launch: Launch, layer: BoundLayer, recipe: Recipe, batch: MoeBatch, result: Outgoing
     ) -> None:
         self.launch = launch
         self.layer = layer
+        self.recipe = recipe
         self.batch = batch
-        self.out = out
-        self.out_dev = out_dev
-        self.gemms = gemms
+        """As kernels reach it."""
+        self.result = result
         self.num_launches = 0
         self.in_graph = False
         self.marks: list[tuple[str, torch.cuda.Event]] = []
 
     @property
-    def grid_rows(self) -> int:
-        """Rows that grids are made for: a bucket, so that steps of nearly as many rows launch alike."""
-        return next_power_of_2(self.launch.sub_step.max_rows)
+    def quantized(self) -> bool:
+        return self.batch.hidden_states_sf is not None
 
     @property
-    def graph_key(self) -> GraphKey | None:
-        """What a captured graph of this sub-step depends on; None on paths whose launches cost nothing beside them."""
-        sub_step = self.launch.sub_step
-        if sub_step.path not in GRAPH_PATHS:
-            return None
-        quantized = self.batch.hidden_states_sf is not None
-        slot = (self.launch.slot_idx, self.layer.version)
-        return (*slot, sub_step.path, sub_step.runtime_capacity, self.grid_rows, self.gemms, quantized)
+    def graph_key(self) -> GraphKey:
+        launch = self.launch
+        return GraphKey(launch.slot_idx, self.layer.version, id(self.recipe), self.quantized, launch.closing)
 
     @property
     def compact(self) -> bool:
-        return packs_densely(self.launch.sub_step.path)
+        return packs_densely(self.recipe.path)
 
-    def mark(self, stream: torch.cuda.Stream, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        self.marks.append((name, event))
-
-    def times(self) -> StageTimes:
-        """Between the marks; waiting for peers is inside the stage that waits. Of one launch or a graph, the
-        total alone."""
+    def stage_us(self) -> dict[str, float]:
+        """Between the marks, by field of StageTimes; waiting for peers is inside the stage that waits. Nothing for
+        a graph or a path of one launch."""
         spent: dict[str, float] = {}
-        for (_, before), (name, after) in zip(self.marks, self.marks[1:], strict=False):
+        for (_, before), (name, after) in pairwise(self.marks):
             field = "dispatch_us" if name == "prepare" else f"{name}_us"
-            if name not in ("end", "small_m", "large_m"):
+            if name not in ("small_m", "large_m"):
                 spent[field] = spent.get(field, 0.0) + before.elapsed_time(after) * 1e3
-        total_us = self.marks[0][1].elapsed_time(self.marks[-1][1]) * 1e3
-        return StageTimes(**spent, total_us=total_us)
+        return spent
 
 
 def _small_m(kernels: Kernels, call: Call) -> None:
-    kernels.small_m(call.layer, call.gemms)
+    kernels.small_m(call.layer, call.recipe.gemms)
 
 
 def _quantize(kernels: Kernels, call: Call) -> None:
-    kernels.quantize(call.grid_rows)
+    kernels.quantize(call.recipe.grid_rows)
 
 
 def _large_m(kernels: Kernels, call: Call) -> None:
-    kernels.large_m(call.layer, call.gemms)
+    kernels.large_m(call.layer, call.recipe.gemms)
 
 
 def _prepare(kernels: Kernels, call: Call) -> None:
@@ -101,27 +137,27 @@ def _prepare(kernels: Kernels, call: Call) -> None:
 
 
 def _dispatch(kernels: Kernels, call: Call) -> None:
-    quantized = call.batch.hidden_states_sf is not None
-    kernels.dispatch(call.grid_rows, compact=call.compact, quantized=quantized)
-    kernels.index(call.gemms, call.launch.sub_step.runtime_capacity, compact=call.compact)
+    recipe = call.recipe
+    kernels.dispatch(recipe.grid_rows, compact=call.compact, quantized=call.quantized)
+    kernels.index(recipe.gemms, recipe.capacity, compact=call.compact)
     if call.layer.w13 is not None:
         kernels.expand()
 
 
 def _gemm1(kernels: Kernels, call: Call) -> None:
     if call.layer.w13 is not None:
-        kernels.gemm1(call.layer, call.gemms)
+        kernels.gemm1(call.layer, call.recipe.gemms)
 
 
 def _gemm2(kernels: Kernels, call: Call) -> None:
     if call.layer.w13 is None:
         kernels.identity()
     else:
-        kernels.gemm2(call.layer, call.gemms)
+        kernels.gemm2(call.layer, call.recipe.gemms)
 
 
 def _combine(kernels: Kernels, call: Call) -> None:
-    kernels.combine(call.grid_rows)
+    kernels.combine(call.recipe.grid_rows)
 
 
 LAUNCH: dict[str, Callable[[Kernels, Call], None]] = {

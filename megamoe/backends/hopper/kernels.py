@@ -12,6 +12,7 @@ import torch
 
 from megamoe.backends.hopper import record
 from megamoe.backends.hopper.buffers import BoundLayer, packs_densely
+from megamoe.backends.hopper.control_launches import ControlLaunches
 from megamoe.backends.hopper.gemm_launches import GemmLaunches
 from megamoe.backends.hopper.launches import Device
 from megamoe.backends.hopper.plan import GemmPlan
@@ -22,7 +23,7 @@ from megamoe.bundle import Path
 __all__ = ["Device", "Kernels"]
 
 
-class Kernels(StagedLaunches, GemmLaunches, WholeLaunches):
+class Kernels(ControlLaunches, StagedLaunches, GemmLaunches, WholeLaunches):
     """All launches of one rank."""
 
     def warm_up(
@@ -73,6 +74,8 @@ class Kernels(StagedLaunches, GemmLaunches, WholeLaunches):
         self.combine(1)
         self.close()
         self.abort()
+        self.take(1)
+        self.tell()
         _finish(b.device)
         b.bases.copy_(real)
         b.control.zero_()

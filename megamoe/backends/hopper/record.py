@@ -1,8 +1,9 @@
 """The control block: everything about one sub-step that a kernel reads from memory instead of from its arguments.
 
-64 words of int64 in device memory, written by one copy from pinned memory before the first kernel. Captured graphs
-therefore hold no epoch, row count or tensor address: they can be replayed for any launch of their path and binding.
-The second half is what kernels write back: failure, who is missing, what was refused, and counts.
+64 words of int64 in device memory. The host writes the first half, the request, into pinned memory, from where the
+sub-step's first kernel takes it (device code's control.py). Captured graphs therefore hold no epoch, row count or
+tensor address: they can be replayed for any launch of their path and binding. The second half, the status, is what
+kernels write: failure, who is missing, what was refused, and counts; the last kernel tells it to the host.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ class Word(IntEnum):
     ROWS_PER_RANK = 16
     """Agreed rows of each rank: MAX_RANKS words."""
 
+    IDS_SRC = 24
+    """Where ids lie on the host; the first kernel brings them to IDS_PTR. 0: they are there."""
+    WEIGHTS_SRC = 25
+
     FAILED = 32
     """1 once a wait of this launch ended without its flags."""
     MISSING = 33
@@ -59,6 +64,9 @@ class Word(IntEnum):
     PADDED_ROWS = 40
     DROPPED_SLOTS = 41
     BYTES_SENT = 42
+    STARTED_NS = 44
+    """Of the GPU's clock: when the request was taken, and when the status was told."""
+    ENDED_NS = 45
 
     DISPATCHED = 48
     """Thread blocks of a launch that have come so far: device code's sync.py."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megamoe.backends.hopper.device import close, combine, dispatch, expand, identity, index, prepare
+from megamoe.backends.hopper.device import combine, dispatch, expand, identity, index, prepare
 from megamoe.backends.hopper.launches import Launches
 from megamoe.backends.hopper.plan import GemmPlan, index_block_tokens, next_power_of_2
 from megamoe.layout import FlagKind
@@ -146,13 +146,3 @@ class StagedLaunches(Launches):
             num_warps=4,
             **self._chain,
         )
-
-    def close(self) -> None:
-        """Closing flags of a cut step, posted and waited for."""
-        b = self.buffers
-        close.close_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1, **self._chain)
-
-    def abort(self) -> None:
-        """Tell all peers that this rank gives the launch up."""
-        b = self.buffers
-        close.abort_kernel[(1,)](b.control, b.bases, **self._ranks, num_warps=1, **self._chain)

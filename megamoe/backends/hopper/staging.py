@@ -1,11 +1,15 @@
-"""Rows between host and device: pinned twins of what a call brings and takes, allocated once.
+"""Rows between host and device: what kernels reach where it lies stays there, the rest takes one copy.
 
-A copy from or to ordinary host memory blocks inside the driver until the stream has come to it, and other threads'
-launches with it; with ranks in threads, which wait for each other on the device, that is a deadlock. Pinned copies
-are only queued. Nothing here allocates after construction, for the same reason.
+Kernels read each row once and write each result once, so pinned host memory serves them as it is as long as a
+call's rows are few; above that a copy engine is faster. Ordinary host memory first goes to pinned twins, allocated
+once: a copy between it and the device would block inside the driver until the stream has come to it, and other
+threads' launches with it; with ranks in threads, which wait for each other on the device, that is a deadlock.
+Nothing here allocates after construction, for the same reason.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +18,43 @@ from megamoe.shape import MX_BLOCK, MoeShape
 
 ALIGNMENT = 16
 """Kernels move rows in pieces of this many bytes."""
+IN_PLACE_BYTES = 2 << 20
+"""Rows on the host of up to so many bytes are read and written by kernels over PCIe; docs/hopper.md says why."""
+
+
+class Incoming(NamedTuple):
+    """A batch as kernels reach it. sources: see buffers.control_words."""
+
+    batch: MoeBatch
+    sources: tuple[int, int]
+
+
+class Outgoing(NamedTuple):
+    """A result on its way: kernels write `written`; it lands in `landed`, and from there the host brings it to `out`.
+    Two or all three of them may be the same tensor."""
+
+    written: torch.Tensor
+    landed: torch.Tensor
+    out: torch.Tensor
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether the result lands elsewhere than kernels write it."""
+        return self.written is not self.landed
+
+    def queue(self) -> None:
+        """Queue the result's copy to where it lands, if it needs one, on the current stream."""
+        if self.needs_copy:
+            self.landed.copy_(self.written, non_blocking=True)
+
+    def take(self) -> None:
+        """After the stream has finished: the result into the caller's tensor."""
+        if self.landed is not self.out:
+            self.out.copy_(self.landed)
 
 
 def in_place(tensor: torch.Tensor) -> bool:
-    """Whether kernels can read or write a tensor where it lies."""
+    """Whether kernels can read or write a tensor where it lies in device memory."""
     return tensor.device.type == "cuda" and tensor.data_ptr() % ALIGNMENT == 0
 
 
@@ -39,38 +76,48 @@ class Staging:
         }
         self._dev = {name: torch.empty_like(host, device=device) for name, host in self._host.items()}
 
-    def to_device(self, batch: MoeBatch) -> MoeBatch:
-        """The batch on the device, copied on the current stream; tensors that are there already stay as they are,
-        unless they begin between 16-byte borders."""
+    def bring(self, batch: MoeBatch) -> Incoming:
+        """The batch where kernels reach it, copied on the current stream as far as need be."""
         scales = batch.hidden_states_sf
-        return MoeBatch(
-            self._in("hidden" if scales is None else "codes", batch.hidden_states),
-            self._in("ids", batch.topk_ids),
-            self._in("weights", batch.topk_weights),
-            None if scales is None else self._in("scales", scales),
-        )
+        ids, ids_src = self._table("ids", batch.topk_ids)
+        weights, weights_src = self._table("weights", batch.topk_weights)
+        rows = self._rows("hidden" if scales is None else "codes", batch.hidden_states)
+        scales = None if scales is None else self._rows("scales", scales)
+        return Incoming(MoeBatch(rows, ids, weights, scales), (ids_src, weights_src))
 
-    def _in(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if in_place(tensor):
             return tensor
-        rows = len(tensor)
         if tensor.device.type == "cuda":
-            return self._dev[name][:rows].copy_(tensor)
-        self._host[name][:rows] = tensor
-        return self._dev[name][:rows].copy_(self._host[name][:rows], non_blocking=True)
+            return self._dev[name][: len(tensor)].copy_(tensor)
+        pinned = self._pinned(name, tensor)
+        if pinned.nbytes <= IN_PLACE_BYTES:
+            return pinned
+        return self._dev[name][: len(tensor)].copy_(pinned, non_blocking=True)
 
-    def out_dev(self, out: torch.Tensor) -> torch.Tensor:
-        """Where kernels write the result: `out` itself if they can."""
-        return out if in_place(out) else self._dev["out"][: len(out)]
+    def _table(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Ids or weights, which kernels read often, in device memory; and the address on the host that the first
+        kernel brings them from, or 0."""
+        if in_place(tensor):
+            return tensor, 0
+        there = self._dev[name][: len(tensor)]
+        if tensor.device.type == "cuda":
+            return there.copy_(tensor), 0
+        return there, self._pinned(name, tensor).data_ptr()
 
-    def queue_out(self, out: torch.Tensor) -> None:
-        """Queue the result's copy towards where it goes, if kernels did not write there."""
-        if out.device.type == "cuda" and not in_place(out):
-            out.copy_(self._dev["out"][: len(out)])
-        elif out.device.type != "cuda":
-            self._host["out"][: len(out)].copy_(self._dev["out"][: len(out)], non_blocking=True)
+    def _pinned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor itself if it is pinned, or its copy in the twin."""
+        if tensor.is_pinned() and tensor.data_ptr() % ALIGNMENT == 0:
+            return tensor
+        return self._host[name][: len(tensor)].copy_(tensor)
 
-    def take_out(self, out: torch.Tensor) -> None:
-        """After the stream has finished: the result into the caller's tensor."""
-        if out.device.type != "cuda":
-            out.copy_(self._host["out"][: len(out)])
+    def outgoing(self, out: torch.Tensor) -> Outgoing:
+        """Where kernels write the result of a call, and how it comes to `out`."""
+        if in_place(out):
+            return Outgoing(out, out, out)
+        there = self._dev["out"][: len(out)]
+        if out.device.type == "cuda":
+            return Outgoing(there, out, out)
+        pinned = out.is_pinned() and out.data_ptr() % ALIGNMENT == 0
+        landed = out if pinned else self._host["out"][: len(out)]
+        return Outgoing(landed if out.nbytes <= IN_PLACE_BYTES else there, landed, out)

@@ -1,0 +1,87 @@
+"""What a sub-step's status words say: the error that all ranks raise, or the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from megamoe.backends import Launch
+from megamoe.backends.hopper import record
+from megamoe.backends.hopper.board import SECTIONS
+from megamoe.backends.hopper.buffers import exchanges_counts
+from megamoe.backends.hopper.call import Call
+from megamoe.backends.hopper.record import Word
+from megamoe.batch import Counters, StageTimes, SubStepReport
+from megamoe.bundle import Path, RowFormat
+from megamoe.errors import PeerRefusedError, PeerTimeoutError
+from megamoe.layout import FlagKind
+from megamoe.shape import MoeShape
+
+_FLAG_BYTES = 8
+
+
+def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
+    """status: int64 [record.NUM_WORDS] as told. Raises PeerTimeoutError naming ranks that did not come,
+    PeerRefusedError naming ranks that joined with the error bit."""
+    if not status[Word.FAILED] and not status[Word.REFUSED]:
+        return
+    where = f"rank {rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
+    if status[Word.FAILED]:
+        missing = _ranks(status[Word.MISSING])
+        kind = FlagKind(status[Word.FAILED_KIND]).name.lower()
+        src_rank, seen = status[Word.FAILED_SRC], status[Word.FAILED_SEEN] & 0xFFFFFFFF
+        why = (
+            f"expected epoch {launch.epoch} in the {kind} flag of rank {src_rank}, seen {seen}"
+            if src_rank >= 0
+            else f"a peer gave up while this rank waited for {kind} flags"
+        )
+        raise PeerTimeoutError(f"ranks {missing} did not come ({where}): {why}", missing)
+    refusing = _ranks(status[Word.REFUSED])
+    raise PeerRefusedError(
+        f"ranks {refusing} refused the call of slot {launch.slot_idx}, epoch {launch.epoch}", refusing
+    )
+
+
+def report_of(status: Sequence[int], call: Call, shape: MoeShape) -> SubStepReport:
+    """The report of a call that did not fail. Its marks must have passed."""
+    sub_step, closing = call.launch.sub_step, call.launch.closing
+    counted = exchanges_counts(sub_step.path)
+    flag_bytes = _flag_bytes(sub_step.path, closing, shape.num_ranks, shape.num_experts_per_rank)
+    return SubStepReport(
+        path=sub_step.path,
+        runtime_capacity=sub_step.runtime_capacity,
+        num_rows_per_rank=sub_step.num_rows_per_rank,
+        row_format_per_rank=_row_formats(status[Word.FP8], shape.num_ranks),
+        counters=Counters(
+            count_exchanges=int(counted),
+            prepare_passes=int(counted),
+            launches=call.num_launches,
+            group_barriers=int(call.compact) + int(closing),
+            bytes_sent=status[Word.BYTES_SENT] + flag_bytes,
+            padded_rows=status[Word.PADDED_ROWS],
+            dropped_slots=status[Word.DROPPED_SLOTS],
+            rows_received=status[Word.ROWS_RECEIVED],
+        ),
+        times=StageTimes(**call.stage_us(), total_us=(status[Word.ENDED_NS] - status[Word.STARTED_NS]) / 1e3),
+    )
+
+
+@cache
+def _flag_bytes(path: Path, closing: bool, num_ranks: int, experts_per_rank: int) -> int:
+    """Flags and counts that a rank sends to its peers in a sub-step."""
+    counted = exchanges_counts(path)
+    num_flags = (3 if counted else 2) + closing
+    if path is Path.LARGE_M:
+        num_flags += SECTIONS - 1
+    counts = experts_per_rank if path is Path.LARGE_M else num_ranks
+    return (num_ranks - 1) * (num_flags * _FLAG_BYTES + 4 * counts * counted)
+
+
+@cache
+def _row_formats(fp8_mask: int, num_ranks: int) -> tuple[RowFormat, ...]:
+    """Of each owner's rows."""
+    return tuple(RowFormat.FP8 if fp8_mask >> rank & 1 else RowFormat.BF16 for rank in range(num_ranks))
+
+
+def _ranks(mask: int) -> list[int]:
+    return [rank for rank in range(record.MAX_RANKS) if mask >> rank & 1]
