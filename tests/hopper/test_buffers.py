@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from megamoe import Deployment, MoeBatch, MoeShape, Path, RowFormat, SubStep, plan_bundle
 from megamoe.backends import Launch
 from megamoe.backends.hopper import record
-from megamoe.backends.hopper.buffers import RankBuffers, allocate_heap, control_words, result_bytes
+from megamoe.backends.hopper.buffers import RankBuffers, allocate_heap, control_words, host_view, result_bytes
 from megamoe.backends.hopper.record import Word
-from megamoe.backends.hopper.staging import Staging
 from megamoe.layout import FlagKind, plan_layout
 
 SHAPE = MoeShape(hidden=96, intermediate=64, num_experts=16, num_topk=4, num_layers=3)
@@ -70,6 +71,21 @@ def test_status_words_follow_the_request() -> None:
     assert max(Word) < record.NUM_WORDS
 
 
+def test_tables_on_the_host_are_named() -> None:
+    out = torch.empty((0, SHAPE.hidden), dtype=torch.bfloat16)
+    words = control_words(layout_of(), launch_of(0, 0), MoeBatch.empty(SHAPE), out, 1, (64, 128))
+    assert (words[Word.IDS_SRC], words[Word.WEIGHTS_SRC]) == (64, 128)
+
+
+def test_host_words_are_seen_through_their_view() -> None:
+    words = torch.zeros(4, dtype=torch.int64)
+    view = host_view(words)
+    view[:] = array("q", [1, -2, 1 << 62, 4])
+    assert words.tolist() == [1, -2, 1 << 62, 4]
+    words[0] = 9
+    assert view.tolist() == [9, -2, 1 << 62, 4]
+
+
 def test_flags_of_a_slot_lie_a_line_apart() -> None:
     """Kernels reach the flags of a kind by its number of cache lines from the first."""
     layout = layout_of()
@@ -92,25 +108,3 @@ def test_private_tables_are_what_the_plan_says() -> None:
 def test_result_bytes() -> None:
     assert result_bytes(SHAPE, RowFormat.BF16) == 192
     assert result_bytes(SHAPE, RowFormat.FP8) == 99
-
-
-def test_staging_gives_back_what_it_took() -> None:
-    """On the CPU every tensor counts as a host tensor of its own kind: copies must be exact and of the right rows."""
-    staging = Staging(SHAPE, 16, CPU)
-    generator = torch.Generator().manual_seed(0)
-    batch = MoeBatch.of(
-        SHAPE,
-        torch.randn(5, SHAPE.hidden, generator=generator).bfloat16(),
-        torch.randint(-1, 16, (5, 4), generator=generator).int(),
-        torch.rand(5, 4, generator=generator),
-    )
-    taken = staging.to_device(batch)
-    assert torch.equal(taken.hidden_states, batch.hidden_states)
-    assert torch.equal(taken.topk_ids, batch.topk_ids)
-    assert torch.equal(taken.topk_weights, batch.topk_weights)
-    assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
-    out = torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
-    staging.out_dev(out).copy_(batch.hidden_states)
-    staging.queue_out(out)
-    staging.take_out(out)
-    assert torch.equal(out, batch.hidden_states)

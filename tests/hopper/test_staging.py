@@ -1,0 +1,103 @@
+"""Rows on their way: what kernels reach stays where it lies, the rest takes one exact copy. On the CPU.
+
+Every tensor here counts as one on the host; "device" buffers of a staging are host memory too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megamoe import MoeBatch, MoeShape, mx
+from megamoe.backends.hopper import staging
+from megamoe.backends.hopper.staging import Staging
+
+SHAPE = MoeShape(hidden=96, intermediate=64, num_experts=16, num_topk=4)
+CPU = torch.device("cpu")
+
+
+def batch_of(num_rows: int = 5, *, quantized: bool = False) -> MoeBatch:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(num_rows, SHAPE.hidden, generator=generator).bfloat16()
+    ids = torch.randint(-1, 16, (num_rows, 4), generator=generator).int()
+    weights = torch.rand(num_rows, 4, generator=generator)
+    if quantized:
+        codes, scales = mx.quantize_mxfp8(rows)
+        return MoeBatch.of(SHAPE, codes, ids, weights, scales)
+    return MoeBatch.of(SHAPE, rows, ids, weights)
+
+
+def read(address: int, like: torch.Tensor) -> list[object]:
+    """What lies at an address, as a tensor of the same kind has it."""
+    import ctypes
+
+    raw = ctypes.string_at(address, like.nbytes)
+    return torch.frombuffer(bytearray(raw), dtype=like.dtype).view(like.shape).tolist()
+
+
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all host memory count as pinned."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("in_place_bytes", [0, 1 << 20])
+def test_ordinary_rows_take_one_copy_each_way(
+    monkeypatch: pytest.MonkeyPatch, quantized: bool, in_place_bytes: int
+) -> None:
+    monkeypatch.setattr(staging, "IN_PLACE_BYTES", in_place_bytes)
+    rooms, batch = Staging(SHAPE, 16, CPU), batch_of(quantized=quantized)
+    taken, (ids_src, weights_src) = rooms.bring(batch)
+    assert torch.equal(taken.hidden_states, batch.hidden_states)
+    assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
+    if batch.hidden_states_sf is not None:
+        assert taken.hidden_states_sf is not None
+        assert torch.equal(taken.hidden_states_sf, batch.hidden_states_sf)
+    assert read(ids_src, batch.topk_ids) == batch.topk_ids.tolist()
+    assert read(weights_src, batch.topk_weights) == batch.topk_weights.tolist()
+    out = torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
+    result = rooms.outgoing(out)
+    assert result.needs_copy is (in_place_bytes == 0)
+    answer = torch.randn(5, SHAPE.hidden).bfloat16()
+    result.written.copy_(answer)
+    result.queue()
+    result.take()
+    assert torch.equal(out, answer)
+
+
+def test_a_few_pinned_rows_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned(monkeypatch)
+    batch, out = batch_of(), torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
+    rooms = Staging(SHAPE, 16, CPU)
+    taken, sources = rooms.bring(batch)
+    assert taken.hidden_states is batch.hidden_states
+    assert sources == (batch.topk_ids.data_ptr(), batch.topk_weights.data_ptr())
+    assert taken.topk_ids.data_ptr() != batch.topk_ids.data_ptr()
+    assert rooms.outgoing(out) == (out, out, out)
+
+
+def test_many_pinned_rows_are_copied_to_the_device_and_back_without_a_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned(monkeypatch)
+    monkeypatch.setattr(staging, "IN_PLACE_BYTES", 100)
+    batch, out = batch_of(), torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
+    rooms = Staging(SHAPE, 16, CPU)
+    taken, _ = rooms.bring(batch)
+    assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
+    assert torch.equal(taken.hidden_states, batch.hidden_states)
+    result = rooms.outgoing(out)
+    assert result.landed is out
+    assert result.written is not out
+
+
+def test_memory_that_begins_between_pieces_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels move 16 bytes at a time."""
+    pinned(monkeypatch)
+    storage = torch.zeros(5 * SHAPE.hidden + 1, dtype=torch.bfloat16)
+    odd = storage[1:].view(5, SHAPE.hidden)
+    rooms = Staging(SHAPE, 16, CPU)
+    assert rooms.outgoing(odd).landed is not odd
+    batch = batch_of()
+    taken, _ = rooms.bring(MoeBatch(odd, batch.topk_ids, batch.topk_weights))
+    assert taken.hidden_states.data_ptr() % staging.ALIGNMENT == 0
