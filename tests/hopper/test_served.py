@@ -11,7 +11,8 @@ from megamoe import Deployment, MoeShape, Path, RowFormat, plan_bundle
 from megamoe.backends import Launch
 from megamoe.backends.hopper import served
 from megamoe.backends.hopper.buffers import BoundLayer
-from megamoe.backends.hopper.call import Call
+from megamoe.backends.hopper.call import Call, Recipes
+from megamoe.backends.hopper.staging import Outgoing
 from megamoe.batch import MoeBatch
 from megamoe.errors import ConfigError
 from megamoe.path import SubStep
@@ -67,23 +68,26 @@ def test_compact_multiplies_as_large_m_does_where_that_may_serve() -> None:
 
 
 def test_graphs_are_of_a_binding_a_path_and_a_bucket() -> None:
-    bundle = plan_bundle(DEPLOYMENT)
+    recipes = Recipes(plan_bundle(DEPLOYMENT))
 
-    def key(rows: int = 25, path: Path = Path.FIXED_SLOT, slot: int = 0, version: int = 0):
+    def key(
+        rows: int = 25,
+        path: Path = Path.FIXED_SLOT,
+        slot: int = 0,
+        version: int = 0,
+        closing: bool = False,
+        quantized: bool = False,
+    ):
         sub_step = SubStep(
             sub_step_idx=0, start_row=0, stop_row=rows, path=path, runtime_capacity=64, num_rows_per_rank=(rows, 0)
         )  # fmt: skip
         launch = Launch(
-            slot_idx=slot, epoch=5, buffer_idx=1, sub_step=sub_step, closing=False, refused=False, deadline_s=0.0
+            slot_idx=slot, epoch=5, buffer_idx=1, sub_step=sub_step, closing=closing, refused=False, deadline_s=0.0
         )  # fmt: skip
-        layer, out = BoundLayer(None, None, version), torch.empty(0)
-        return Call(
-            launch, layer, MoeBatch.empty(SHAPE), out, out, served.gemm_plan(bundle, path, rows)
-        ).graph_key
+        layer, none = BoundLayer(None, None, version), torch.empty(0)
+        batch = MoeBatch.empty(SHAPE, quantized=quantized)
+        return Call(launch, layer, recipes.of(sub_step), batch, Outgoing(none, none, none)).graph_key
 
     assert key(25) == key(32)
-    assert key(25) is not None
-    others = [key(17), key(33), key(slot=1), key(version=1), key(path=Path.SMALL_M)]
-    assert len({key(25), *others}) == 6
-    assert key(path=Path.COMPACT) is None
-    assert key(path=Path.LARGE_M) is None
+    others = [key(17), key(33), key(slot=1), key(version=1), key(path=Path.SMALL_M), key(path=Path.COMPACT)]
+    assert len({key(25), *others, key(closing=True), key(quantized=True)}) == 9
