@@ -1,0 +1,93 @@
+"""The few calls of the CUDA driver that torch does not offer: allocations by handle, between processes of one host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from megamoe.errors import ConfigError, must_be
+
+HANDLE_BYTES = 64
+_LIBRARY = "libcuda.so.1"
+_LAZY_PEER_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: memory of another GPU is reached over NVLink."""
+
+
+class DriverError(ConfigError):
+    """A call of the CUDA driver failed. name: of its error, as CUDA_ERROR_INVALID_VALUE."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(must_be(f"result of {call}", "CUDA_SUCCESS", name))
+        self.name = name
+
+
+class Handle(ctypes.Structure):
+    """CUipcMemHandle, which is cudaIpcMemHandle_t too. Passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise ConfigError(must_be(_LIBRARY, "installed (the NVIDIA driver)", "not")) from error
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Raises DriverError."""
+    code = getattr(_library(), name)(*arguments)
+    if code:
+        said = ctypes.c_char_p()
+        _library().cuGetErrorName(code, ctypes.byref(said))
+        raise DriverError(name, (said.value or str(code).encode()).decode())
+
+
+@contextmanager
+def _context(device_idx: int) -> Iterator[None]:
+    """The primary context of a GPU, which torch uses too, is this thread's in here."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(device), device_idx)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        _call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(context))
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", device)
+
+
+def export_allocation(address: int, device_idx: int) -> tuple[bytes, int]:
+    """(handle of the allocation that holds an address, the address's offset in it).
+
+    Raises DriverError for memory that no handle is made for: not from cudaMalloc, as torch's expandable segments.
+    """
+    base, handle = ctypes.c_uint64(), Handle()
+    with _context(device_idx):
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(address))
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return bytes(handle), address - base.value
+
+
+def open_allocation(payload: bytes, device_idx: int) -> int:
+    """Address, for kernels on a GPU, of an allocation of another process, on that GPU or another one.
+
+    Raises DriverError: no such allocation, or one of this process.
+    """
+    address = ctypes.c_uint64()
+    with _context(device_idx):
+        handle = Handle.from_buffer_copy(payload)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    return address.value
+
+
+def close_allocation(address: int, device_idx: int) -> None:
+    """Give an opened allocation back. Nothing may use it any more."""
+    with _context(device_idx):
+        _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
