@@ -2,10 +2,10 @@
 
 packing: weights in tensor-core order. plan, record, buffers: what is launched with which tables, in which memory.
 device: the kernels, one file a stage, and their flags; references: the same stages in torch. kernels: launches, in the
-rooms named so. board: how large_m hands out work. served, call, graphs: what is served, sub-steps under way and
-captured ones. group, backend: ranks and the door. lockstep, selftest: tests on a GPU. bench, baseline, floors: times,
-what they are compared with, what a layer costs at least. commands: what a person types. docs/hopper.md says how fast
-it is and why.
+rooms named so. board: how large_m hands out work. served: what this backend takes. sub_steps: one after the other, with
+call, graphs, staging, stream and report. driver, memory: memory of callers. group, backend: ranks and the door.
+lockstep, selftest: tests on a GPU. bench, baseline, floors: times, what they are compared with, what a layer costs at
+least. commands: what a person types. docs/hopper.md says how fast it is and why.
 
 Nothing here imports Triton before a GPU backend is opened.
 """
@@ -22,6 +22,7 @@ from megamoe.errors import ConfigError
 if TYPE_CHECKING:
     from megamoe.backends import DeviceBench, DeviceSelftest, Say
     from megamoe.backends.hopper.backend import HopperBackend
+    from megamoe.backends.hopper.memory import DeviceMemory
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -90,3 +91,10 @@ def open_backend(
         bundle, rank=rank, group_name=group_name, num_slots=num_slots, timeout_s=timeout_s
     )
     return opened
+
+
+def share_memory(num_bytes: int, device: str) -> DeviceMemory:
+    """Memory of a GPU of this process that a rank on it can open: see megamoe.backends.share_memory."""
+    from megamoe.backends.hopper import memory
+
+    return memory.share_memory(num_bytes, device)

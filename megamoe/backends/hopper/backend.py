@@ -22,6 +22,7 @@ from megamoe.backends.hopper.call import LAUNCH, STAGES, Call, Recipes
 from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Device, Kernels
+from megamoe.backends.hopper.memory import DeviceMemory, Pin, PinnedMemory
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
 from megamoe.backends.hopper.plan import devices_of_ranks
 from megamoe.backends.hopper.report import raise_failures, report_of
@@ -39,7 +40,7 @@ from megamoe.errors import (
     must_be,
 )
 from megamoe.layout import plan_layout
-from megamoe.memory import MemoryHandle, MemoryKind, OpenMemory
+from megamoe.memory import HostMemory, MemoryHandle, MemoryKind, OpenMemory
 from megamoe.weights import LayerWeights
 
 _warming = threading.Lock()
@@ -49,7 +50,7 @@ _warming = threading.Lock()
 class HopperBackend:
     """Implements megamoe.backends.Backend. One thread owns it."""
 
-    memory_kinds: tuple[MemoryKind, ...] = ()
+    memory_kinds = (MemoryKind.CUDA_IPC, MemoryKind.POSIX_SHM)
 
     def __init__(
         self, bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
@@ -86,7 +87,7 @@ class HopperBackend:
             heap=self._heap,
             timeout_s=timeout_s,
         )
-        reach_peers(self._group.heaps.values(), self.device)
+        reach_peers(self._group.of_this_process(), self.device)
         self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
         self.stream = torch.cuda.Stream(self.device)
         # Instantiating a graph may wait for the device, and so for a kernel of a peer that waits for this rank.
@@ -98,6 +99,7 @@ class HopperBackend:
         self._report = host_view(self.buffers.report)
         self._caller = torch.cuda.Event()
         self._marks: list[torch.cuda.Event] = []
+        self._pins: list[Pin] = []
         self._call: Call | None = None
         self._closed = False
 
@@ -234,8 +236,21 @@ class HopperBackend:
             raise InternalError("no sub-step is under way: begin comes first; this is a bug")
         return self._call
 
+    # ------------------------------------------------------------------------------------------- memory
+
     def open_memory(self, handle: MemoryHandle) -> OpenMemory:
-        raise InternalError(f"asked to open {handle.kind}, which is none of its memory_kinds: this is a bug")
+        """Device memory of this rank's GPU, or shared memory of the host, which is pinned.
+
+        Raises also HeapError where the driver cannot pin it.
+        """
+        if handle.kind == MemoryKind.CUDA_IPC:
+            return DeviceMemory.open(handle, self.device)
+        return PinnedMemory(HostMemory.open(handle))
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Pin host memory until `close`. Raises HeapError when the driver cannot."""
+        with torch.cuda.device(self.device):
+            self._pins.append(Pin(memory))
 
     def close(self) -> None:
         if self._closed:
@@ -243,5 +258,7 @@ class HopperBackend:
         self._closed = True
         self.stream.synchronize()
         groups.leave(self._group, self.rank)
+        for pin in self._pins:
+            pin.close()
         self._layers = []
         self.graphs = None

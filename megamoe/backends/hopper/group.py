@@ -8,7 +8,6 @@ then store over NVLink as before. Cards have no name any more once all ranks hav
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megamoe.backends.hopper.memory import Allocation, export_tensor
 from megamoe.errors import ConfigError, HeapError, PeerTimeoutError, must_be
 from megamoe.shm import SharedSegment
 
@@ -29,11 +29,22 @@ _SHARED = 128
 _LENGTH = slice(136, 144)
 _HANDLE = 144
 _CARD_BYTES = 4096
-_DEVICE_ARGUMENT = 6
-"""Of torch.multiprocessing.reductions.rebuild_cuda_tensor."""
+_OFFSET_BYTES = 8
+"""Of a heap in its allocation, after the allocation's handle."""
 _this_process = uuid.uuid4().hex
 _own: dict[tuple[str, int], torch.Tensor] = {}
 _lock = threading.Lock()
+
+
+@dataclass
+class RemoteHeap:
+    """A heap of another process, as kernels of this one reach it."""
+
+    allocation: Allocation
+    offset: int
+
+    def data_ptr(self) -> int:
+        return self.allocation.address + self.offset
 
 
 @dataclass
@@ -41,7 +52,10 @@ class DeviceGroup:
     """The heaps of all ranks (uint8), each on its own device, in rank order."""
 
     name: str
-    heaps: dict[int, torch.Tensor]
+    heaps: dict[int, torch.Tensor | RemoteHeap]
+
+    def of_this_process(self) -> list[torch.Tensor]:
+        return [heap for heap in self.heaps.values() if isinstance(heap, torch.Tensor)]
 
     def addresses(self) -> list[int]:
         """Heap base of every rank as this process sees it, in rank order."""
@@ -52,25 +66,22 @@ def share(heap: torch.Tensor) -> bytes:
     """What another process needs to open a heap; nothing for memory that only this process has."""
     if heap.device.type != "cuda":
         return b""
-    from torch.multiprocessing.reductions import reduce_tensor
+    handle = export_tensor(heap)
+    return handle.payload + handle.offset.to_bytes(_OFFSET_BYTES, "little")
 
-    return pickle.dumps(reduce_tensor(heap))
 
-
-def open_shared(handle: bytes, rank: int, device: torch.device) -> torch.Tensor:
+def open_shared(handle: bytes, rank: int, device: torch.device) -> RemoteHeap:
     """The heap of a rank of another process, for kernels on `device`. Raises ConfigError where it did not share one.
 
     The handle is opened in the context of `device`, whichever GPU the memory is on: only then may its kernels store
-    there. The tensor therefore names the wrong device, and only its address is of use.
+    there.
     """
     if not handle:
         raise ConfigError(
             must_be(f"heap of rank {rank}", "device memory, to be shared between processes", "not")
         )
-    rebuild, arguments = pickle.loads(handle)
-    before, after = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT + 1 :]
-    opened: torch.Tensor = rebuild(*before, device.index, *after)
-    return opened
+    payload, offset = handle[:-_OFFSET_BYTES], handle[-_OFFSET_BYTES:]
+    return RemoteHeap(Allocation(payload, device), int.from_bytes(offset, "little"))
 
 
 def join(
@@ -101,6 +112,9 @@ def join(
 
 def leave(group: DeviceGroup, rank: int) -> None:
     """Let all heaps go. This rank's kernels must have finished."""
+    for heap in group.heaps.values():
+        if isinstance(heap, RemoteHeap):
+            heap.allocation.close()
     group.heaps = {}
     _forget(group.name, rank)
 
@@ -162,7 +176,7 @@ def _read_all(
             missing.append(peer)
     said = {peer: bytes(card.buf[_FINGERPRINT]).decode().strip() for peer, card in found.items()}
     alike = len(set(said.values())) == 1
-    heaps: dict[int, torch.Tensor] = {}
+    heaps: dict[int, torch.Tensor | RemoteHeap] = {}
     if alike and not missing:
         if not all(_is_here(card) for card in found.values()):
             _fill_handle(own, share(heap))
@@ -186,7 +200,7 @@ def _read_all(
     return DeviceGroup(name, heaps)
 
 
-def _heap_of(name: str, peer: int, card: SharedSegment, device: torch.device) -> torch.Tensor:
+def _heap_of(name: str, peer: int, card: SharedSegment, device: torch.device) -> torch.Tensor | RemoteHeap:
     if _is_here(card):
         with _lock:
             return _own[name, peer]

@@ -173,7 +173,7 @@ def only(policy: PathPolicy, path: Path) -> PathPolicy:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from megamoe.backends.hopper.bench import random_packed, rolled
+    from megamoe.backends.hopper.bench.group import random_packed, rolled
     from megamoe.backends.hopper.compile_ahead import compile_all, jobs_of
 
     parser = argparse.ArgumentParser(description="time layer calls of one rank on the host's clock")
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = f"megamoe-host-times-{time.monotonic_ns()}"
     with Runtime.open(deployment, rank=0, group_name=name, num_slots=2, timeout_s=100.0) as runtime:
         backend: Any = runtime.backend
-        first, _ = random_packed(deployment.shape, backend.device, seed=1)
+        first = random_packed(deployment.shape, backend.device, seed=1)
         backend._swap(0, first)
         backend._swap(1, rolled(first))
         for path in chosen.paths:

@@ -187,7 +187,7 @@ class RankBench:
     def before_gemms(self, path: Path, gemms: GemmPlan, call: int = 0) -> None:
         compact = packs_densely(path)
         buffers = self.kernels.buffers
-        buffers.control.copy_(self.pinned[call], non_blocking=True)
+        self.kernels.take(self.batch.num_rows, self.pinned[call])
         if compact:
             self.kernels.prepare()
         self.kernels.dispatch(self.batch.num_rows, compact=compact, quantized=False)
@@ -197,16 +197,17 @@ class RankBench:
     def layer(self, path: Path, gemms: GemmPlan, call: int) -> None:
         """One whole sub-step; weight sets take turns."""
         layer = self.layers[call % len(self.layers)]
+        if path in (Path.SMALL_M, Path.LARGE_M):
+            self.kernels.take(self.batch.num_rows, self.pinned[call])
+        else:
+            self.before_gemms(path, gemms, call)
         if path is Path.SMALL_M:
-            self.kernels.buffers.control.copy_(self.pinned[call], non_blocking=True)
             self.kernels.small_m(layer, gemms)
-            return
-        if path is Path.LARGE_M:
-            self.kernels.buffers.control.copy_(self.pinned[call], non_blocking=True)
+        elif path is Path.LARGE_M:
             self.kernels.quantize(self.batch.num_rows)
             self.kernels.large_m(layer, gemms)
-            return
-        self.before_gemms(path, gemms, call)
-        self.kernels.gemm1(layer, gemms)
-        self.kernels.gemm2(layer, gemms)
-        self.kernels.combine(self.batch.num_rows)
+        else:
+            self.kernels.gemm1(layer, gemms)
+            self.kernels.gemm2(layer, gemms)
+            self.kernels.combine(self.batch.num_rows)
+        self.kernels.tell()

@@ -42,7 +42,7 @@ def routes_at(
 def bench_layer(
     group: GroupBench, tokens: int, path: Path, distribution: str = "uniform", gemms: GemmPlan | None = None
 ) -> Timing:
-    """The whole layer, all ranks: control copy, dispatch with quantization, index, expand, GEMMs, combine.
+    """The whole layer, all ranks: request, dispatch with quantization, index, expand, GEMMs, combine, status.
 
     A captured graph a rank holds CALLS layer calls; all ranks' begin when one event has come, so that the host's order
     of starting them does not count. The time is the median of the slowest rank's. Rows and experts hit are those of

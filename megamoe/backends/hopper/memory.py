@@ -1,0 +1,228 @@
+"""Memory of callers: device memory lent and opened by handle, host memory that kernels reach where it lies.
+
+A caller lends an allocation of its GPU (`share_memory`), a rank on the same GPU opens it, and kernels read rows and
+write results there: nothing is copied, nothing passes the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from megamoe.backends.hopper import driver
+from megamoe.errors import ConfigError, HeapError, InvalidArgumentError, must_be
+from megamoe.memory import HostMemory, MemoryHandle, MemoryKind, check_view
+
+_lock = threading.Lock()
+_lent: set[bytes] = set()
+"""Handles that this process made: it cannot open them itself."""
+_opened: dict[tuple[bytes, int], tuple[int, int]] = {}
+"""(Address, users) of allocations of other processes, by handle and GPU: the driver opens each once."""
+_MAX_VIEWS = 256
+
+
+def uuid_of(device: torch.device) -> str:
+    """A GPU's name that is the same in all processes: "GPU-...", as nvidia-smi -L says."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def export_tensor(tensor: torch.Tensor) -> MemoryHandle:
+    """Let other processes of this host open the memory of a contiguous tensor, for as long as it lives.
+
+    Raises InvalidArgumentError for a tensor that is not on a GPU, ConfigError for an allocation that no handle is made
+    for (torch's expandable segments).
+    """
+    if not tensor.is_cuda or not tensor.is_contiguous():
+        raise InvalidArgumentError(
+            must_be("lent tensor", "contiguous and on a GPU", f"{list(tensor.stride())} on {tensor.device}")
+        )
+    payload, offset = driver.export_allocation(tensor.data_ptr(), tensor.device.index)
+    with _lock:
+        _lent.add(payload)
+    return MemoryHandle(
+        kind=MemoryKind.CUDA_IPC,
+        payload=payload,
+        offset=offset,
+        num_bytes=tensor.nbytes,
+        device=uuid_of(tensor.device),
+    )
+
+
+class Allocation:
+    """An allocation of another process, opened for kernels of `device`, on whichever GPU it is; each is opened once."""
+
+    def __init__(self, payload: bytes, device: torch.device) -> None:
+        """Raises InvalidArgumentError: this process's own, or nothing that can be opened."""
+        self._key = (payload, device.index)
+        self._closed = False
+        with _lock:
+            if payload in _lent:
+                raise InvalidArgumentError(must_be("memory.payload", "of another process", "of this one"))
+            address, users = _opened.get(self._key, (0, 0))
+            if not users:
+                address = self._open(payload, device)
+            _opened[self._key] = (address, users + 1)
+        self.address = address
+
+    @staticmethod
+    def _open(payload: bytes, device: torch.device) -> int:
+        if len(payload) != driver.HANDLE_BYTES:
+            raise InvalidArgumentError(
+                must_be("memory.payload", f"{driver.HANDLE_BYTES} bytes", len(payload))
+            )
+        try:
+            return driver.open_allocation(payload, device.index)
+        except driver.DriverError as error:
+            raise InvalidArgumentError(
+                must_be("memory.payload", "an allocation that another process has", error.name)
+            ) from error
+
+    def close(self) -> None:
+        """Safe to call twice. Nothing may use it any more."""
+        if self._closed:
+            return
+        self._closed = True
+        with _lock:
+            address, users = _opened.pop(self._key)
+            if users > 1:
+                _opened[self._key] = (address, users - 1)
+            else:
+                driver.close_allocation(address, self._key[1])
+
+
+class DeviceMemory:
+    """Implements megamoe.memory.SharedMemory (`share`) and OpenMemory (`open`)."""
+
+    def __init__(self, handle: MemoryHandle, memory: torch.Tensor, allocation: Allocation | None) -> None:
+        self.handle = handle
+        self._memory = memory
+        self._allocation = allocation
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    @classmethod
+    def share(cls, num_bytes: int, device: torch.device) -> DeviceMemory:
+        """Lend zeroed memory of a GPU. Raises HeapError when it is short, ConfigError as `export_tensor`."""
+        try:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            free, _ = torch.cuda.mem_get_info(device)
+            raise HeapError(must_be("free device memory", f"at least {num_bytes} bytes", free)) from error
+        torch.cuda.current_stream(device).synchronize()
+        return cls(export_tensor(memory), memory, None)
+
+    @classmethod
+    def open(cls, handle: MemoryHandle, device: torch.device) -> DeviceMemory:
+        """Open what another process lends, for kernels on `device`. Raises InvalidArgumentError: memory of another
+        GPU, this process's own, or none that can be opened."""
+        if handle.device != uuid_of(device):
+            raise InvalidArgumentError(must_be("memory.device", uuid_of(device), handle.device or "the host"))
+        allocation = Allocation(handle.payload, device)
+        try:
+            memory = tensor_at(allocation.address + handle.offset, handle.num_bytes, device)
+        except BaseException:
+            allocation.close()
+            raise
+        return cls(handle, memory, allocation)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.handle.num_bytes
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As OpenMemory says; the same view again for the same arguments."""
+        key = (offset, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            size = check_view(self.num_bytes, offset, shape, dtype)
+            view = self._memory[offset : offset + size].view(dtype).view(shape)
+            if len(self._views) == _MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = view
+        return view
+
+    def publish(self) -> None:
+        """Waits for the caller's current stream: what it queued there is in the memory."""
+        torch.cuda.current_stream(self._memory.device).synchronize()
+
+    def close(self) -> None:
+        self._views.clear()
+        if self._allocation is not None:
+            self._allocation.close()
+
+
+class PinnedMemory:
+    """Shared memory of a caller on the host, registered so that kernels reach it. Implements OpenMemory."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._pin: Pin | None = None
+        try:
+            self._pin = Pin(memory.tensor(0, (memory.num_bytes,), torch.uint8))
+        except BaseException:
+            memory.close()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.num_bytes
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._memory.tensor(offset, shape, dtype)
+
+    def close(self) -> None:
+        if self._pin is not None:
+            self._pin.close()
+        self._memory.close()
+
+
+class Pin:
+    """Host memory that all GPUs of this process reach at its own address, until `close`."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """memory: contiguous, on the host. Raises HeapError when the driver cannot pin it."""
+        self._memory: torch.Tensor | None = memory
+        cudart: Any = torch.cuda.cudart()
+        code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if code:
+            self._memory = None
+            got = f"error {code} of cudaHostRegister"
+            raise HeapError(must_be(f"{memory.nbytes} bytes of host memory", "possible to pin", got))
+
+    def close(self) -> None:
+        """Safe to call twice. No kernel may use the memory any more."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class _Interface:
+    """What torch asks for memory that is not its own."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes] over memory of a GPU, without owning it."""
+    return torch.as_tensor(_Interface(address, num_bytes), device=device)
+
+
+def share_memory(num_bytes: int, device: str) -> DeviceMemory:
+    """See megamoe.backends.share_memory. device: torch's name of a GPU, or "" for the current one."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "memory of kind cuda_ipc needs a CUDA build of torch and a GPU (got: no CUDA device)"
+        )
+    wanted = torch.device(device or "cuda")
+    if wanted.type != "cuda":
+        raise ConfigError(must_be("device of cuda_ipc memory", "a GPU, as cuda:0", repr(device)))
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    return DeviceMemory.share(num_bytes, torch.device("cuda", index))
