@@ -42,11 +42,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("in_place_bytes", [0, 1 << 20])
-def test_ordinary_rows_take_one_copy_each_way(
-    monkeypatch: pytest.MonkeyPatch, quantized: bool, in_place_bytes: int
-) -> None:
-    monkeypatch.setattr(staging, "IN_PLACE_BYTES", in_place_bytes)
+def test_ordinary_rows_take_one_copy_each_way(quantized: bool, in_place_bytes: int) -> None:
     rooms, batch = Staging(SHAPE, 16, CPU), batch_of(quantized=quantized)
+    rooms.in_place_bytes = in_place_bytes
     taken, (ids_src, weights_src) = rooms.bring(batch)
     assert torch.equal(taken.hidden_states, batch.hidden_states)
     assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
@@ -80,9 +78,9 @@ def test_many_pinned_rows_are_copied_to_the_device_and_back_without_a_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pinned(monkeypatch)
-    monkeypatch.setattr(staging, "IN_PLACE_BYTES", 100)
     batch, out = batch_of(), torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
     rooms = Staging(SHAPE, 16, CPU)
+    rooms.in_place_bytes = 100
     taken, _ = rooms.bring(batch)
     assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
     assert torch.equal(taken.hidden_states, batch.hidden_states)

@@ -72,7 +72,7 @@ class HopperBackend:
         self.buffers = RankBuffers(
             layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
         )
-        self._staging = Staging(bundle.shape, layout.capacity, self.device)
+        self.staging = Staging(bundle.shape, layout.capacity, self.device)
         device = Device(properties.multi_processor_count, devices.count(devices[rank]))
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
@@ -161,7 +161,7 @@ class HopperBackend:
             self._caller.record(torch.cuda.current_stream(self.device.index))
             self.stream.wait_event(self._caller)
         with torch.cuda.stream(self.stream):
-            incoming, result = self._staging.bring(batch), self._staging.outgoing(out)
+            incoming, result = self.staging.bring(batch), self.staging.outgoing(out)
             call = self._call = Call(launch, layer, recipe, incoming.batch, result)
             left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), 1_000_000)
             words = control_words(

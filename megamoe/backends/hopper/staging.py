@@ -62,6 +62,7 @@ class Staging:
     """Buffers for up to `capacity` rows of one rank."""
 
     def __init__(self, shape: MoeShape, capacity: int, device: torch.device) -> None:
+        self.in_place_bytes = IN_PLACE_BYTES
         columns = {
             "hidden": (shape.hidden, torch.bfloat16),
             "codes": (shape.hidden, torch.uint8),
@@ -91,7 +92,7 @@ class Staging:
         if tensor.device.type == "cuda":
             return self._dev[name][: len(tensor)].copy_(tensor)
         pinned = self._pinned(name, tensor)
-        if pinned.nbytes <= IN_PLACE_BYTES:
+        if pinned.nbytes <= self.in_place_bytes:
             return pinned
         return self._dev[name][: len(tensor)].copy_(pinned, non_blocking=True)
 
@@ -120,4 +121,4 @@ class Staging:
             return Outgoing(there, out, out)
         pinned = out.is_pinned() and out.data_ptr() % ALIGNMENT == 0
         landed = out if pinned else self._host["out"][: len(out)]
-        return Outgoing(landed if out.nbytes <= IN_PLACE_BYTES else there, landed, out)
+        return Outgoing(landed if out.nbytes <= self.in_place_bytes else there, landed, out)

@@ -4,5 +4,5 @@
 HopperBackend with its own stream and heap, driven by its own thread through the Backend protocol as the runtime
 does; kernels of all ranks really run side by side and wait for each other.
 
-cases: what is checked. ranks: the group. oracle, protocol: the checks. run: all of them.
+cases: what is checked. ranks: the group. oracle, protocol, memory: the checks. run: all of them.
 """

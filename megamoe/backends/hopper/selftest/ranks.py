@@ -24,6 +24,8 @@ from megamoe.shape import MoeShape
 from megamoe.weights import LayerWeights, random_layer_weights, shard
 
 T = TypeVar("T")
+Place = Callable[[HopperBackend, MoeBatch, torch.Tensor], tuple[MoeBatch, torch.Tensor]]
+"""Brings a rank's rows and its memory for results from the host to where they shall lie."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,11 @@ class Ranks:
         absent: int | None = None,
         late: int | None = None,
         held: threading.Event | None = None,
+        place: Place | None = None,
         timeout_s: float = 10.0,
     ) -> list[Outcome]:
         """One launch on all ranks. refused: joins with the error bit; absent: does not come at all; late: goes on after
-        its first stage when `held` is set."""
+        its first stage when `held` is set; place: None = rows on the host."""
         [number] = self._take(1)
         deadline_s = time.monotonic() + timeout_s
 
@@ -90,7 +93,7 @@ class Ranks:
                 return Outcome()
             launch = self._launch(case, number, deadline_s, refused=rank == refused)
             batch = MoeBatch.empty(self.shape) if launch.refused else batch_of(case, self.shape, rank)
-            return self._run(self.backends[rank], launch, batch, held if rank == late else None)
+            return self._run(self.backends[rank], launch, batch, held if rank == late else None, place)
 
         return self.all_ranks(work)
 
@@ -139,9 +142,16 @@ class Ranks:
         )
 
     def _run(
-        self, backend: HopperBackend, launch: Launch, batch: MoeBatch, held: threading.Event | None
+        self,
+        backend: HopperBackend,
+        launch: Launch,
+        batch: MoeBatch,
+        held: threading.Event | None,
+        place: Place | None = None,
     ) -> Outcome:
         out = torch.full((batch.num_rows, self.shape.hidden), float("nan")).bfloat16()
+        if place is not None:
+            batch, out = place(backend, batch, out)
         try:
             backend.begin(launch, batch, out)
             for number, stage in enumerate(backend.stages(launch.sub_step.path)):
@@ -163,8 +173,8 @@ class Ranks:
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> torch.Tensor:
-    """All ranks' rows; raises the first error that a rank got."""
+    """All ranks' rows, on the host; raises the first error that a rank got."""
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
-    return torch.cat([outcome.out for outcome in outcomes if outcome.out is not None])
+    return torch.cat([outcome.out.cpu() for outcome in outcomes if outcome.out is not None])

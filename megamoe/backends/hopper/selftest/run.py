@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from megamoe.backends.hopper.selftest.cases import ODD_SHAPE, SHAPE
+from megamoe.backends.hopper.selftest.memory import check_lent_memory, check_places
 from megamoe.backends.hopper.selftest.oracle import Checks, check_cases, soak
 from megamoe.backends.hopper.selftest.protocol import check_in_flight, check_late_source, check_protocol
 from megamoe.backends.hopper.selftest.ranks import Ranks
@@ -32,9 +33,11 @@ def run(
             with Ranks(shape.with_ranks(num_ranks), row_format) as ranks:
                 checks.say(f"opened {shape.name} {row_format} in {time.monotonic() - started:.1f} s")
                 check_cases(ranks, checks)
+                check_places(ranks, checks)
                 if shape is SHAPE and row_format is RowFormat.BF16:
                     check_protocol(ranks, checks)
                     check_in_flight(ranks, checks)
+                    check_lent_memory(ranks, checks)
                     if num_ranks > 1:
                         check_late_source(ranks, checks)
                     soak(ranks, checks, num_soak_steps)

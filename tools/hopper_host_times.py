@@ -1,6 +1,6 @@
 """What a layer call costs beside its kernels: Runtime.forward on a host clock, one rank, by path, rows and memory.
 
-`python -m megamoe.backends.hopper.host_times` prints a line a case: median microseconds of a call, of it between the
+`python tools/hopper_host_times.py` prints a line a case: median microseconds of a call, of it between the
 first and the last kernel, what is left, and where that goes. A group of one rank of DeepSeek-V4-Pro at EP8 computes
 for real: launches that hide behind kernels here hide behind them in a service too.
 """
@@ -92,8 +92,8 @@ class Stopwatch:
         self._before: list[tuple[Any, str, Any]] = []
         self._points: list[tuple[str, Any, str]] = [
             ("begin", backend, "begin"),
-            ("bring", backend._staging, "bring"),
-            ("outgoing", backend._staging, "outgoing"),
+            ("bring", backend.staging, "bring"),
+            ("outgoing", backend.staging, "outgoing"),
             ("words", module, "control_words"),
             ("replay", backend.graphs, "replay"),
             ("finish", backend, "finish"),
