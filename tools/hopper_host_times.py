@@ -86,7 +86,7 @@ class Stopwatch:
     """Times functions of a backend from inside, while it is open. Context manager."""
 
     def __init__(self, backend: Any) -> None:
-        from megamoe.backends.hopper import backend as module
+        from megamoe.backends.hopper import sub_steps as module
 
         self.spent: dict[str, list[float]] = defaultdict(list)
         self._before: list[tuple[Any, str, Any]] = []
@@ -97,7 +97,7 @@ class Stopwatch:
             ("words", module, "control_words"),
             ("replay", backend.graphs, "replay"),
             ("finish", backend, "finish"),
-            ("wait", torch.cuda.Stream, "synchronize"),
+            ("wait", backend.stream, "synchronize"),
             ("report", module, "report_of"),
         ]
 

@@ -1,15 +1,11 @@
 """HopperBackend: one rank on an NVIDIA H100/H200.
 
-A sub-step is a fixed sequence of kernels on the rank's own stream. Nothing synchronises with the host between `begin`
-and `finish`: row counts, work lists and failures live on the device. `begin` writes the request into pinned memory,
-`finish` waits for the stream and reads the status there.
+What a rank has: its heap and its peers', weights by slot, memory of callers. sub_steps.py runs on them.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from array import array
 from collections.abc import Callable
 from functools import partial
 
@@ -17,26 +13,24 @@ import torch
 
 from megamoe.backends import Launch
 from megamoe.backends.hopper import group as groups
-from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, allocate_heap, control_words, host_view
-from megamoe.backends.hopper.call import LAUNCH, STAGES, Call, Recipes
+from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, allocate_heap
+from megamoe.backends.hopper.call import STAGES
 from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.memory import DeviceMemory, Pin, PinnedMemory
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
 from megamoe.backends.hopper.plan import devices_of_ranks
-from megamoe.backends.hopper.report import raise_failures, report_of
 from megamoe.backends.hopper.served import check_served, gemm_plan, gemm_plans, reach_peers
 from megamoe.backends.hopper.staging import Staging
+from megamoe.backends.hopper.stream import RankStream
+from megamoe.backends.hopper.sub_steps import SubSteps
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, Path
 from megamoe.errors import (
     BindingError,
     ConfigError,
     IneligibleError,
-    InternalError,
-    PeerRefusedError,
-    PeerTimeoutError,
     must_be,
 )
 from megamoe.layout import plan_layout
@@ -89,18 +83,12 @@ class HopperBackend:
         )
         reach_peers(self._group.of_this_process(), self.device)
         self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = RankStream(self.device)
         # Instantiating a graph may wait for the device, and so for a kernel of a peer that waits for this rank.
-        alone = device.num_virtual_ranks == 1
-        self.graphs = StepGraphs() if alone else None
+        self.graphs = StepGraphs() if device.num_virtual_ranks == 1 else None
+        self._sub_steps = SubSteps(self.kernels, self.staging, self.stream, self.graphs)
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots
-        self._recipes = Recipes(bundle)
-        self._request = host_view(self.buffers.request)
-        self._report = host_view(self.buffers.report)
-        self._caller = torch.cuda.Event()
-        self._marks: list[torch.cuda.Event] = []
         self._pins: list[Pin] = []
-        self._call: Call | None = None
         self._closed = False
 
     # ------------------------------------------------------------------------------------------- binding
@@ -114,7 +102,7 @@ class HopperBackend:
         """Pack this rank's experts on the device, let `check` look at one, and swap them in."""
         self._check_slot(slot_idx)
         views = weights.as_bytes()
-        with torch.cuda.stream(self.stream):
+        with self.stream.current():
             w13 = pack_w13(views.w13_codes.to(self.device), views.w13_scales.to(self.device))
             w2 = pack_w2(views.w2_codes.to(self.device), views.w2_scales.to(self.device))
             layer = BoundLayer(w13, w2)
@@ -148,93 +136,20 @@ class HopperBackend:
         return STAGES[path]
 
     def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
-        """batch and out may be on the host (pinned or not) or on the device.
-
-        What the caller has queued on its current stream for tensors on the device comes first; those on the host must
-        be complete.
-        """
+        """See SubSteps.begin. Raises BindingError for a slot without weights."""
         layer = self._layers[launch.slot_idx]
         if layer is None:
             raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
-        recipe = self._recipes.of(launch.sub_step)
-        if batch.hidden_states.is_cuda or batch.topk_ids.is_cuda or out.is_cuda:
-            self._caller.record(torch.cuda.current_stream(self.device.index))
-            self.stream.wait_event(self._caller)
-        with torch.cuda.stream(self.stream):
-            incoming, result = self.staging.bring(batch), self.staging.outgoing(out)
-            call = self._call = Call(launch, layer, recipe, incoming.batch, result)
-            left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), 1_000_000)
-            words = control_words(
-                self.buffers.layout, launch, incoming.batch, result.written, left_ns, incoming.sources
-            )
-            self._request[:] = array("q", words)
-            if self.graphs is not None and recipe.captured:
-                self.graphs.replay(call.graph_key, partial(self._launch_all, call))
-                call.in_graph = True
-            else:
-                self.kernels.take(recipe.grid_rows)
-                self._mark("begin")
-
-    def _launch_all(self, call: Call) -> None:
-        self.kernels.take(call.recipe.grid_rows)
-        for stage in STAGES[call.recipe.path]:
-            LAUNCH[stage](self.kernels, call)
-        self._launch_end(call)
-
-    def _launch_end(self, call: Call) -> None:
-        if call.launch.closing:
-            self.kernels.close()
-        self.kernels.tell()
+        self._sub_steps.begin(launch, layer, batch, out)
 
     def launch(self, stage: str) -> None:
-        """One stage; of a sub-step that is a captured graph, nothing is left to do."""
-        call = self._running()
-        call.num_launches += 1
-        if call.in_graph:
-            return
-        with torch.cuda.stream(self.stream):
-            LAUNCH[stage](self.kernels, call)
-        self._mark(stage)
-
-    def _mark(self, name: str) -> None:
-        """A point in the stream's time; events are used again by the next call."""
-        call = self._running()
-        if len(call.marks) == len(self._marks):
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-        event = self._marks[len(call.marks)]
-        event.record(self.stream)
-        call.marks.append((name, event))
+        self._sub_steps.launch(stage)
 
     def finish(self) -> SubStepReport:
-        call = self._running()
-        if not call.in_graph or call.result.needs_copy:
-            with torch.cuda.stream(self.stream):
-                if not call.in_graph:
-                    self._launch_end(call)
-                call.result.queue()
-        # Every device-side wait is bounded by the launch's deadline, so this one ends too.
-        self.stream.synchronize()
-        self._call = None
-        status = self._report.tolist()
-        raise_failures(status, call.launch, self.rank)
-        call.result.take()
-        return report_of(status, call, self.bundle.shape)
+        return self._sub_steps.finish()
 
     def abandon(self, error: BaseException) -> None:
-        """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
-        call, self._call = self._call, None
-        if call is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
-            return
-        with torch.cuda.stream(self.stream):
-            # The first kernel may not have been queued: peers look for this launch's epoch.
-            self.kernels.take(call.recipe.grid_rows)
-            self.kernels.abort()
-        self.stream.synchronize()
-
-    def _running(self) -> Call:
-        if self._call is None:
-            raise InternalError("no sub-step is under way: begin comes first; this is a bug")
-        return self._call
+        self._sub_steps.abandon(error)
 
     # ------------------------------------------------------------------------------------------- memory
 

@@ -1,0 +1,122 @@
+"""One sub-step after the other on a rank's stream: begin, its stages, finish; or abandon.
+
+Nothing synchronises with the host in between: row counts, work lists and failures live on the device. `begin` writes
+the request into pinned memory, `finish` waits for the stream and reads the status there.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from functools import partial
+
+import torch
+
+from megamoe.backends import Launch
+from megamoe.backends.hopper.buffers import BoundLayer, control_words, host_view
+from megamoe.backends.hopper.call import LAUNCH, STAGES, Call, Recipes
+from megamoe.backends.hopper.graphs import StepGraphs
+from megamoe.backends.hopper.kernels import Kernels
+from megamoe.backends.hopper.report import raise_failures, report_of
+from megamoe.backends.hopper.staging import Staging
+from megamoe.backends.hopper.stream import RankStream
+from megamoe.batch import MoeBatch, SubStepReport
+from megamoe.errors import InternalError, PeerRefusedError, PeerTimeoutError
+
+_MIN_TIMEOUT_NS = 1_000_000
+
+
+class SubSteps:
+    """Those of one rank. graphs: None = every sub-step is launched kernel by kernel."""
+
+    def __init__(
+        self, kernels: Kernels, staging: Staging, stream: RankStream, graphs: StepGraphs | None
+    ) -> None:
+        self._kernels = kernels
+        self._buffers = kernels.buffers
+        self._staging = staging
+        self._stream = stream
+        self._graphs = graphs
+        self._recipes = Recipes(self._buffers.layout.bundle)
+        self._request = host_view(self._buffers.request)
+        self._report = host_view(self._buffers.report)
+        self._call: Call | None = None
+
+    def begin(self, launch: Launch, layer: BoundLayer, batch: MoeBatch, out: torch.Tensor) -> None:
+        """batch and out may be on the host (pinned or not) or on the device.
+
+        What the caller has queued on its current stream for tensors on the device comes first; those on the host must
+        be complete.
+        """
+        recipe = self._recipes.of(launch.sub_step)
+        if batch.hidden_states.is_cuda or batch.topk_ids.is_cuda or out.is_cuda:
+            self._stream.after_caller()
+        with self._stream.current():
+            taken, sources = self._staging.bring(batch)
+            result = self._staging.outgoing(out)
+            call = self._call = Call(launch, layer, recipe, taken, result)
+            left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), _MIN_TIMEOUT_NS)
+            words = control_words(self._buffers.layout, launch, taken, result.written, left_ns, sources)
+            self._request[:] = array("q", words)
+            if self._graphs is not None and recipe.captured:
+                self._graphs.replay(call.graph_key, partial(self._launch_all, call))
+                call.in_graph = True
+            else:
+                self._kernels.take(recipe.grid_rows)
+                self._mark(call, "begin")
+
+    def launch(self, stage: str) -> None:
+        """One stage; of a sub-step that is a captured graph, nothing is left to do."""
+        call = self._running()
+        call.num_launches += 1
+        if call.in_graph:
+            return
+        with self._stream.current():
+            LAUNCH[stage](self._kernels, call)
+        self._mark(call, stage)
+
+    def finish(self) -> SubStepReport:
+        """Wait for the result. Raises PeerTimeoutError, PeerRefusedError."""
+        call = self._running()
+        if not call.in_graph or call.result.needs_copy:
+            with self._stream.current():
+                if not call.in_graph:
+                    self._launch_end(call)
+                call.result.queue()
+        # Every device-side wait is bounded by the launch's deadline, so this one ends too.
+        self._stream.synchronize()
+        self._call = None
+        status = self._report.tolist()
+        raise_failures(status, call.launch, self._buffers.rank)
+        call.result.take()
+        return report_of(status, call, self._buffers.shape)
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
+        call, self._call = self._call, None
+        if call is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
+            return
+        with self._stream.current():
+            # The first kernel may not have been queued: peers look for this launch's epoch.
+            self._kernels.take(call.recipe.grid_rows)
+            self._kernels.abort()
+        self._stream.synchronize()
+
+    def _launch_all(self, call: Call) -> None:
+        self._kernels.take(call.recipe.grid_rows)
+        for stage in STAGES[call.recipe.path]:
+            LAUNCH[stage](self._kernels, call)
+        self._launch_end(call)
+
+    def _launch_end(self, call: Call) -> None:
+        if call.launch.closing:
+            self._kernels.close()
+        self._kernels.tell()
+
+    def _mark(self, call: Call, name: str) -> None:
+        call.marks.append((name, self._stream.mark(len(call.marks))))
+
+    def _running(self) -> Call:
+        if self._call is None:
+            raise InternalError("no sub-step is under way: begin comes first; this is a bug")
+        return self._call
