@@ -86,14 +86,21 @@ class Ranks:
         """One launch on all ranks. refused: joins with the error bit; absent: does not come at all; late: goes on after
         its first stage when `held` is set; place: None = rows on the host."""
         [number] = self._take(1)
+
+        def bring(rank: int) -> tuple[MoeBatch, torch.Tensor]:
+            batch = MoeBatch.empty(self.shape) if rank == refused else batch_of(case, self.shape, rank)
+            out = self._room(batch)
+            return (batch, out) if place is None else place(self.backends[rank], batch, out)
+
+        # Before any rank launches: memory may be allocated only while no kernel waits for a peer.
+        brought = self.all_ranks(bring)
         deadline_s = time.monotonic() + timeout_s
 
         def work(rank: int) -> Outcome:
             if rank == absent:
                 return Outcome()
             launch = self._launch(case, number, deadline_s, refused=rank == refused)
-            batch = MoeBatch.empty(self.shape) if launch.refused else batch_of(case, self.shape, rank)
-            return self._run(self.backends[rank], launch, batch, held if rank == late else None, place)
+            return self._run(self.backends[rank], launch, *brought[rank], held if rank == late else None)
 
         return self.all_ranks(work)
 
@@ -110,7 +117,7 @@ class Ranks:
             ):
                 time.sleep(pause_s)
                 launch = self._launch(case, number, time.monotonic() + 10.0)
-                outcomes.append(self._run(self.backends[rank], launch, batch, None))
+                outcomes.append(self._run(self.backends[rank], launch, batch, self._room(batch)))
             return outcomes
 
         return [list(outcomes) for outcomes in zip(*self.all_ranks(work), strict=True)]
@@ -141,17 +148,18 @@ class Ranks:
             deadline_s=deadline_s,
         )
 
+    def _room(self, batch: MoeBatch) -> torch.Tensor:
+        """For a batch's results, of which none is there yet."""
+        return torch.full((batch.num_rows, self.shape.hidden), float("nan")).bfloat16()
+
     def _run(
         self,
         backend: HopperBackend,
         launch: Launch,
         batch: MoeBatch,
-        held: threading.Event | None,
-        place: Place | None = None,
+        out: torch.Tensor,
+        held: threading.Event | None = None,
     ) -> Outcome:
-        out = torch.full((batch.num_rows, self.shape.hidden), float("nan")).bfloat16()
-        if place is not None:
-            batch, out = place(backend, batch, out)
         try:
             backend.begin(launch, batch, out)
             for number, stage in enumerate(backend.stages(launch.sub_step.path)):
