@@ -7,6 +7,7 @@ numbers alone, so a refused, timed-out or skipped call needs no repair: the next
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
@@ -244,6 +245,14 @@ class Runtime:
             )
             raise InvalidArgumentError(must_be("memory.kind", wanted, handle.kind))
         return self.backend.open_memory(handle)
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Let the device reach memory of this host where it lies, for tensors that `forward` will get.
+
+        memory: contiguous. Returns what undoes it, to be called before the memory goes; `close` does so too. Raises
+        HeapError when the memory cannot be pinned.
+        """
+        return self.backend.pin(memory)
 
     # ------------------------------------------------------------------------------------- end
 

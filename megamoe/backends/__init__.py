@@ -64,6 +64,13 @@ class Backend(Protocol):
         Raises InvalidArgumentError naming what of the handle is wrong: no such memory, less of it, another device.
         """
 
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Let the device reach host memory in which rows and results will lie, as it is. Returns what undoes it, to be
+        called when nothing that was launched uses the memory; without it, it holds until `close`.
+
+        Raises HeapError when the memory cannot be pinned.
+        """
+
     def bind(
         self,
         slot_idx: int,

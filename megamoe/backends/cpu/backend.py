@@ -158,6 +158,10 @@ class CpuBackend:
     def open_memory(self, handle: MemoryHandle) -> HostMemory:
         return HostMemory.open(handle)
 
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Nothing to do: host memory is what stages read and write."""
+        return lambda: None
+
     def close(self) -> None:
         self._call = self._path = None
         self.heap.close()

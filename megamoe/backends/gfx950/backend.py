@@ -324,6 +324,10 @@ class Gfx950Backend:
     def open_memory(self, handle: MemoryHandle) -> OpenMemory:
         raise InternalError(f"asked to open {handle.kind}, which is none of its memory_kinds: this is a bug")
 
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Nothing to do: rows are copied to the device as they come."""
+        return lambda: None
+
     def close(self) -> None:
         if self._closed:
             return

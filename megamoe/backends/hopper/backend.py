@@ -162,10 +162,10 @@ class HopperBackend:
             return DeviceMemory.open(handle, self.device)
         return PinnedMemory(HostMemory.open(handle))
 
-    def pin(self, memory: torch.Tensor) -> None:
-        """Pin host memory until `close`. Raises HeapError when the driver cannot."""
-        with torch.cuda.device(self.device):
-            self._pins.append(Pin(memory))
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        pin = Pin(memory)
+        self._pins.append(pin)
+        return pin.close
 
     def close(self) -> None:
         if self._closed:
