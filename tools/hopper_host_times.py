@@ -94,7 +94,7 @@ class Stopwatch:
             ("begin", backend, "begin"),
             ("bring", backend.staging, "bring"),
             ("outgoing", backend.staging, "outgoing"),
-            ("words", module, "control_words"),
+            ("ask", backend._sub_steps, "_ask"),
             ("replay", backend.graphs, "replay"),
             ("finish", backend, "finish"),
             ("wait", backend.stream, "synchronize"),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from array import array
+from struct import Struct
 
 import torch
 
 from megamoe import Deployment, MoeBatch, MoeShape, Path, RowFormat, SubStep, plan_bundle
 from megamoe.backends import Launch
 from megamoe.backends.hopper import record
-from megamoe.backends.hopper.buffers import RankBuffers, allocate_heap, control_words, host_view, result_bytes
+from megamoe.backends.hopper.buffers import (
+    Addresses,
+    RankBuffers,
+    allocate_heap,
+    control_words,
+    heap_offsets,
+    host_view,
+    request_words,
+    result_bytes,
+)
 from megamoe.backends.hopper.record import Word
 from megamoe.layout import FlagKind, plan_layout
 
@@ -71,16 +80,43 @@ def test_status_words_follow_the_request() -> None:
     assert max(Word) < record.NUM_WORDS
 
 
-def test_tables_on_the_host_are_named() -> None:
-    out = torch.empty((0, SHAPE.hidden), dtype=torch.bfloat16)
-    words = control_words(layout_of(), launch_of(0, 0), MoeBatch.empty(SHAPE), out, 1, (64, 128))
-    assert (words[Word.IDS_SRC], words[Word.WEIGHTS_SRC]) == (64, 128)
+def test_every_word_of_a_request_is_in_its_place() -> None:
+    at = Addresses(5, 101, 102, 103, 104, 105, 106, 107)
+    words = request_words(launch_of(0, 0), at, (201, 202, 203, 204, 205, 206), 301)
+    assert len(words) == record.NUM_WORDS
+    want = {
+        Word.NUM_ROWS: 5,
+        Word.TIMEOUT_NS: 301,
+        Word.CAPACITY: 16,
+        Word.HIDDEN_PTR: 101,
+        Word.SF_PTR: 102,
+        Word.IDS_PTR: 103,
+        Word.WEIGHTS_PTR: 104,
+        Word.OUT_PTR: 105,
+        Word.IDS_SRC: 106,
+        Word.WEIGHTS_SRC: 107,
+        Word.FLAGS_OFFSET: 201,
+        Word.COUNTS_OFFSET: 202,
+        Word.META_OFFSET: 203,
+        Word.ROWS_OFFSET: 204,
+        Word.COMBINE_OFFSET: 205,
+        Word.ABORTS_OFFSET: 206,
+    }
+    assert {word: words[word] for word in want} == want
+
+
+def test_heap_offsets_are_the_layouts() -> None:
+    layout = layout_of()
+    offsets = heap_offsets(layout, 2, 1)
+    names = ("counts1", "payload_meta1", "payload_rows1", "combine_rows1", "aborts")
+    assert offsets[1:] == tuple(layout.region(name).offset for name in names)
+    assert offsets[0] == layout.flag_offset(2, 1, FlagKind.COUNTS, 0)
 
 
 def test_host_words_are_seen_through_their_view() -> None:
     words = torch.zeros(4, dtype=torch.int64)
     view = host_view(words)
-    view[:] = array("q", [1, -2, 1 << 62, 4])
+    Struct("4q").pack_into(view, 0, 1, -2, 1 << 62, 4)
     assert words.tolist() == [1, -2, 1 << 62, 4]
     words[0] = 9
     assert view.tolist() == [9, -2, 1 << 62, 4]

@@ -45,16 +45,17 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ordinary_rows_take_one_copy_each_way(quantized: bool, in_place_bytes: int) -> None:
     rooms, batch = Staging(SHAPE, 16, CPU), batch_of(quantized=quantized)
     rooms.in_place_bytes = in_place_bytes
-    taken, (ids_src, weights_src) = rooms.bring(batch)
-    assert torch.equal(taken.hidden_states, batch.hidden_states)
-    assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
-    if batch.hidden_states_sf is not None:
-        assert taken.hidden_states_sf is not None
-        assert torch.equal(taken.hidden_states_sf, batch.hidden_states_sf)
-    assert read(ids_src, batch.topk_ids) == batch.topk_ids.tolist()
-    assert read(weights_src, batch.topk_weights) == batch.topk_weights.tolist()
     out = torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
     result = rooms.outgoing(out)
+    at = rooms.bring(batch, result)
+    assert at.num_rows == 5
+    assert at.hidden != batch.hidden_states.data_ptr()
+    assert read(at.hidden, batch.hidden_states) == batch.hidden_states.tolist()
+    if batch.hidden_states_sf is not None:
+        assert read(at.scales, batch.hidden_states_sf) == batch.hidden_states_sf.tolist()
+    assert read(at.ids_src, batch.topk_ids) == batch.topk_ids.tolist()
+    assert read(at.weights_src, batch.topk_weights) == batch.topk_weights.tolist()
+    assert at.out == result.written.data_ptr()
     assert result.needs_copy is (in_place_bytes == 0)
     answer = torch.randn(5, SHAPE.hidden).bfloat16()
     result.written.copy_(answer)
@@ -67,11 +68,12 @@ def test_a_few_pinned_rows_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) 
     pinned(monkeypatch)
     batch, out = batch_of(), torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
     rooms = Staging(SHAPE, 16, CPU)
-    taken, sources = rooms.bring(batch)
-    assert taken.hidden_states is batch.hidden_states
-    assert sources == (batch.topk_ids.data_ptr(), batch.topk_weights.data_ptr())
-    assert taken.topk_ids.data_ptr() != batch.topk_ids.data_ptr()
-    assert rooms.outgoing(out) == (out, out, out)
+    result = rooms.outgoing(out)
+    assert result == (out, out, out)
+    at = rooms.bring(batch, result)
+    assert (at.hidden, at.out) == (batch.hidden_states.data_ptr(), out.data_ptr())
+    assert (at.ids_src, at.weights_src) == (batch.topk_ids.data_ptr(), batch.topk_weights.data_ptr())
+    assert at.ids not in (0, at.ids_src)
 
 
 def test_many_pinned_rows_are_copied_to_the_device_and_back_without_a_stop(
@@ -81,10 +83,10 @@ def test_many_pinned_rows_are_copied_to_the_device_and_back_without_a_stop(
     batch, out = batch_of(), torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
     rooms = Staging(SHAPE, 16, CPU)
     rooms.in_place_bytes = 100
-    taken, _ = rooms.bring(batch)
-    assert taken.hidden_states.data_ptr() != batch.hidden_states.data_ptr()
-    assert torch.equal(taken.hidden_states, batch.hidden_states)
     result = rooms.outgoing(out)
+    at = rooms.bring(batch, result)
+    assert at.hidden != batch.hidden_states.data_ptr()
+    assert read(at.hidden, batch.hidden_states) == batch.hidden_states.tolist()
     assert result.landed is out
     assert result.written is not out
 
@@ -92,10 +94,9 @@ def test_many_pinned_rows_are_copied_to_the_device_and_back_without_a_stop(
 def test_memory_that_begins_between_pieces_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels move 16 bytes at a time."""
     pinned(monkeypatch)
-    storage = torch.zeros(5 * SHAPE.hidden + 1, dtype=torch.bfloat16)
-    odd = storage[1:].view(5, SHAPE.hidden)
-    rooms = Staging(SHAPE, 16, CPU)
-    assert rooms.outgoing(odd).landed is not odd
-    batch = batch_of()
-    taken, _ = rooms.bring(MoeBatch(odd, batch.topk_ids, batch.topk_weights))
-    assert taken.hidden_states.data_ptr() % staging.ALIGNMENT == 0
+    odd = torch.zeros(5 * SHAPE.hidden + 1, dtype=torch.bfloat16)[1:].view(5, SHAPE.hidden)
+    rooms, batch = Staging(SHAPE, 16, CPU), batch_of()
+    result = rooms.outgoing(odd)
+    assert result.landed is not odd
+    at = rooms.bring(MoeBatch(odd, batch.topk_ids, batch.topk_weights), result)
+    assert at.hidden % staging.ALIGNMENT == 0

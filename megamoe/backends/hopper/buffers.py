@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,8 @@ from megamoe.layout import FlagKind, HeapLayout
 from megamoe.shape import MoeShape
 
 FLAG_KINDS = tuple(FlagKind)
+_NO_RANKS = (0,) * record.MAX_RANKS
+_NO_STATUS = (0,) * (record.NUM_WORDS - Word.WEIGHTS_SRC - 1)
 
 
 @dataclass(frozen=True)
@@ -101,41 +104,63 @@ def host_view(words: torch.Tensor) -> memoryview:
     return memoryview(raw).cast("B").cast("q")
 
 
-def control_words(
-    layout: HeapLayout,
-    launch: Launch,
-    batch: MoeBatch,
-    out: torch.Tensor,
-    timeout_ns: int,
-    sources: tuple[int, int] = (0, 0),
-) -> list[int]:
-    """The control block of a sub-step, status words zero.
+class Addresses(NamedTuple):
+    """Where a sub-step's tensors are for kernels. ids_src, weights_src: where they lie on the host, from where the
+    first kernel brings them; 0 = they are where they shall be."""
 
-    batch and out must be where kernels of the rank's device can reach them. sources: addresses of ids and weights on
-    the host, 0 where the batch's own are filled.
-    """
-    buffer_idx, sub_step = launch.buffer_idx, launch.sub_step
-    words = [0] * record.NUM_WORDS
-    words[Word.EPOCH] = launch.epoch
-    words[Word.NUM_ROWS] = batch.num_rows
-    words[Word.INFO] = record.INFO_ERROR if launch.refused else 0
-    words[Word.TIMEOUT_NS] = timeout_ns
-    words[Word.CAPACITY] = sub_step.runtime_capacity
-    words[Word.HIDDEN_PTR] = batch.hidden_states.data_ptr()
-    words[Word.SF_PTR] = 0 if batch.hidden_states_sf is None else batch.hidden_states_sf.data_ptr()
-    words[Word.IDS_PTR] = batch.topk_ids.data_ptr()
-    words[Word.WEIGHTS_PTR] = batch.topk_weights.data_ptr()
-    words[Word.OUT_PTR] = out.data_ptr()
-    words[Word.FLAGS_OFFSET] = layout.flag_offset(launch.slot_idx, buffer_idx, FLAG_KINDS[0], 0)
-    words[Word.COUNTS_OFFSET] = layout.region(f"counts{buffer_idx}").offset
-    words[Word.META_OFFSET] = layout.region(f"payload_meta{buffer_idx}").offset
-    words[Word.ROWS_OFFSET] = layout.region(f"payload_rows{buffer_idx}").offset
-    words[Word.COMBINE_OFFSET] = layout.region(f"combine_rows{buffer_idx}").offset
-    words[Word.ABORTS_OFFSET] = layout.region("aborts").offset
-    for rank, rows in enumerate(sub_step.num_rows_per_rank):
-        words[Word.ROWS_PER_RANK + rank] = rows
-    words[Word.IDS_SRC], words[Word.WEIGHTS_SRC] = sources
-    return words
+    num_rows: int
+    hidden: int
+    scales: int
+    ids: int
+    weights: int
+    out: int
+    ids_src: int = 0
+    weights_src: int = 0
+
+    @classmethod
+    def of(cls, batch: MoeBatch, out: torch.Tensor) -> Addresses:
+        """Of tensors that kernels reach as they are."""
+        scales = 0 if batch.hidden_states_sf is None else batch.hidden_states_sf.data_ptr()
+        ids, weights = batch.topk_ids.data_ptr(), batch.topk_weights.data_ptr()
+        return cls(batch.num_rows, batch.hidden_states.data_ptr(), scales, ids, weights, out.data_ptr())
+
+
+def heap_offsets(layout: HeapLayout, slot_idx: int, buffer_idx: int) -> tuple[int, ...]:
+    """Of what a launch uses of a heap, in the order of Word from FLAGS_OFFSET to ABORTS_OFFSET."""
+    buffered = ("counts", "payload_meta", "payload_rows", "combine_rows")
+    regions = [layout.region(f"{name}{buffer_idx}") for name in buffered] + [layout.region("aborts")]
+    flags = layout.flag_offset(slot_idx, buffer_idx, FLAG_KINDS[0], 0)
+    return (flags, *(region.offset for region in regions))
+
+
+def request_words(
+    launch: Launch, at: Addresses, offsets: tuple[int, ...], timeout_ns: int
+) -> tuple[int, ...]:
+    """The control block of a sub-step in the order of Word, status words zero. offsets: of heap_offsets."""
+    sub_step = launch.sub_step
+    rows = sub_step.num_rows_per_rank
+    return (
+        launch.epoch,
+        at.num_rows,
+        record.INFO_ERROR if launch.refused else 0,
+        timeout_ns,
+        sub_step.runtime_capacity,
+        *at[1:6],
+        *offsets,
+        *rows,
+        *_NO_RANKS[len(rows) :],
+        at.ids_src,
+        at.weights_src,
+        *_NO_STATUS,
+    )
+
+
+def control_words(
+    layout: HeapLayout, launch: Launch, batch: MoeBatch, out: torch.Tensor, timeout_ns: int
+) -> list[int]:
+    """The same for tensors that kernels reach as they are."""
+    offsets = heap_offsets(layout, launch.slot_idx, launch.buffer_idx)
+    return list(request_words(launch, Addresses.of(batch, out), offsets, timeout_ns))
 
 
 def result_bytes(shape: MoeShape, row_format: RowFormat) -> int:

@@ -90,7 +90,6 @@ class Call:
         self.layer = layer
         self.recipe = recipe
         self.batch = batch
-        """As kernels reach it."""
         self.result = result
         self.num_launches = 0
         self.in_graph = False

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from megamoe.backends.hopper.buffers import Addresses
 from megamoe.batch import MoeBatch
 from megamoe.shape import MX_BLOCK, MoeShape
 
@@ -20,13 +21,6 @@ ALIGNMENT = 16
 """Kernels move rows in pieces of this many bytes."""
 IN_PLACE_BYTES = 2 << 20
 """Rows on the host of up to so many bytes are read and written by kernels over PCIe; docs/hopper.md says why."""
-
-
-class Incoming(NamedTuple):
-    """A batch as kernels reach it. sources: see buffers.control_words."""
-
-    batch: MoeBatch
-    sources: tuple[int, int]
 
 
 class Outgoing(NamedTuple):
@@ -55,7 +49,12 @@ class Outgoing(NamedTuple):
 
 def in_place(tensor: torch.Tensor) -> bool:
     """Whether kernels can read or write a tensor where it lies in device memory."""
-    return tensor.device.type == "cuda" and tensor.data_ptr() % ALIGNMENT == 0
+    return tensor.is_cuda and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def reachable(tensor: torch.Tensor) -> bool:
+    """Whether they can where it lies on the host."""
+    return tensor.data_ptr() % ALIGNMENT == 0 and tensor.is_pinned()
 
 
 class Staging:
@@ -77,48 +76,50 @@ class Staging:
         }
         self._dev = {name: torch.empty_like(host, device=device) for name, host in self._host.items()}
 
-    def bring(self, batch: MoeBatch) -> Incoming:
+    def bring(self, batch: MoeBatch, result: Outgoing) -> Addresses:
         """The batch where kernels reach it, copied on the current stream as far as need be."""
         scales = batch.hidden_states_sf
         ids, ids_src = self._table("ids", batch.topk_ids)
         weights, weights_src = self._table("weights", batch.topk_weights)
-        rows = self._rows("hidden" if scales is None else "codes", batch.hidden_states)
-        scales = None if scales is None else self._rows("scales", scales)
-        return Incoming(MoeBatch(rows, ids, weights, scales), (ids_src, weights_src))
+        return Addresses(
+            batch.num_rows,
+            self._rows("hidden" if scales is None else "codes", batch.hidden_states),
+            0 if scales is None else self._rows("scales", scales),
+            ids,
+            weights,
+            result.written.data_ptr(),
+            ids_src,
+            weights_src,
+        )
 
-    def _rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows(self, name: str, tensor: torch.Tensor) -> int:
         if in_place(tensor):
-            return tensor
-        if tensor.device.type == "cuda":
-            return self._dev[name][: len(tensor)].copy_(tensor)
+            return tensor.data_ptr()
+        if tensor.is_cuda:
+            return self._dev[name][: len(tensor)].copy_(tensor).data_ptr()
         pinned = self._pinned(name, tensor)
         if pinned.nbytes <= self.in_place_bytes:
-            return pinned
-        return self._dev[name][: len(tensor)].copy_(pinned, non_blocking=True)
+            return pinned.data_ptr()
+        return self._dev[name][: len(tensor)].copy_(pinned, non_blocking=True).data_ptr()
 
-    def _table(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _table(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
         """Ids or weights, which kernels read often, in device memory; and the address on the host that the first
         kernel brings them from, or 0."""
         if in_place(tensor):
-            return tensor, 0
-        there = self._dev[name][: len(tensor)]
-        if tensor.device.type == "cuda":
-            return there.copy_(tensor), 0
-        return there, self._pinned(name, tensor).data_ptr()
+            return tensor.data_ptr(), 0
+        if tensor.is_cuda:
+            return self._dev[name][: len(tensor)].copy_(tensor).data_ptr(), 0
+        return self._dev[name].data_ptr(), self._pinned(name, tensor).data_ptr()
 
     def _pinned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor itself if it is pinned, or its copy in the twin."""
-        if tensor.is_pinned() and tensor.data_ptr() % ALIGNMENT == 0:
-            return tensor
-        return self._host[name][: len(tensor)].copy_(tensor)
+        return tensor if reachable(tensor) else self._host[name][: len(tensor)].copy_(tensor)
 
     def outgoing(self, out: torch.Tensor) -> Outgoing:
         """Where kernels write the result of a call, and how it comes to `out`."""
         if in_place(out):
             return Outgoing(out, out, out)
-        there = self._dev["out"][: len(out)]
-        if out.device.type == "cuda":
-            return Outgoing(there, out, out)
-        pinned = out.is_pinned() and out.data_ptr() % ALIGNMENT == 0
-        landed = out if pinned else self._host["out"][: len(out)]
-        return Outgoing(landed if out.nbytes <= self.in_place_bytes else there, landed, out)
+        landed = out if out.is_cuda or reachable(out) else self._host["out"][: len(out)]
+        if not out.is_cuda and out.nbytes <= self.in_place_bytes:
+            return Outgoing(landed, landed, out)
+        return Outgoing(self._dev["out"][: len(out)], landed, out)

@@ -7,16 +7,17 @@ the request into pinned memory, `finish` waits for the stream and reads the stat
 from __future__ import annotations
 
 import time
-from array import array
 from functools import partial
+from struct import Struct
 
 import torch
 
 from megamoe.backends import Launch
-from megamoe.backends.hopper.buffers import BoundLayer, control_words, host_view
+from megamoe.backends.hopper.buffers import Addresses, BoundLayer, heap_offsets, host_view, request_words
 from megamoe.backends.hopper.call import LAUNCH, STAGES, Call, Recipes
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Kernels
+from megamoe.backends.hopper.record import NUM_WORDS
 from megamoe.backends.hopper.report import raise_failures, report_of
 from megamoe.backends.hopper.staging import Staging
 from megamoe.backends.hopper.stream import RankStream
@@ -24,6 +25,7 @@ from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.errors import InternalError, PeerRefusedError, PeerTimeoutError
 
 _MIN_TIMEOUT_NS = 1_000_000
+_WORDS = Struct(f"{NUM_WORDS}q")
 
 
 class SubSteps:
@@ -40,6 +42,7 @@ class SubSteps:
         self._recipes = Recipes(self._buffers.layout.bundle)
         self._request = host_view(self._buffers.request)
         self._report = host_view(self._buffers.report)
+        self._offsets: dict[tuple[int, int], tuple[int, ...]] = {}
         self._call: Call | None = None
 
     def begin(self, launch: Launch, layer: BoundLayer, batch: MoeBatch, out: torch.Tensor) -> None:
@@ -52,18 +55,24 @@ class SubSteps:
         if batch.hidden_states.is_cuda or batch.topk_ids.is_cuda or out.is_cuda:
             self._stream.after_caller()
         with self._stream.current():
-            taken, sources = self._staging.bring(batch)
             result = self._staging.outgoing(out)
-            call = self._call = Call(launch, layer, recipe, taken, result)
-            left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), _MIN_TIMEOUT_NS)
-            words = control_words(self._buffers.layout, launch, taken, result.written, left_ns, sources)
-            self._request[:] = array("q", words)
+            call = self._call = Call(launch, layer, recipe, batch, result)
+            self._ask(launch, self._staging.bring(batch, result))
             if self._graphs is not None and recipe.captured:
                 self._graphs.replay(call.graph_key, partial(self._launch_all, call))
                 call.in_graph = True
             else:
                 self._kernels.take(recipe.grid_rows)
                 self._mark(call, "begin")
+
+    def _ask(self, launch: Launch, at: Addresses) -> None:
+        """Write the request to where the first kernel takes it from. Nothing may be under way."""
+        key = (launch.slot_idx, launch.buffer_idx)
+        offsets = self._offsets.get(key)
+        if offsets is None:
+            offsets = self._offsets[key] = heap_offsets(self._buffers.layout, *key)
+        left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), _MIN_TIMEOUT_NS)
+        _WORDS.pack_into(self._request, 0, *request_words(launch, at, offsets, left_ns))
 
     def launch(self, stage: str) -> None:
         """One stage; of a sub-step that is a captured graph, nothing is left to do."""
