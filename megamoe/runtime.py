@@ -129,7 +129,8 @@ class Runtime:
 
         batch: this rank's rows, as many as the plan says; None for a rank without rows. refusal: the caller's call
         was refused here: join with zero rows and the error bit. sequence: the agreed number of this layer call,
-        above all earlier ones; None counts by itself. out: [n, hidden] bf16 to write into, or None.
+        above all earlier ones; None counts by itself. out: [n, hidden] bf16 to write into; None makes it where the rows
+        are. Rows on a device may still be under way on this thread's current stream; rows on the host must be there.
 
         Raises, alike on all ranks: PeerTimeoutError (ranks missing after timeout_s), PeerRefusedError (some rank
         refused). On this rank only, before anything is posted: StaleCallError (sequence done), InvalidArgumentError
@@ -145,7 +146,8 @@ class Runtime:
         if batch is None or refused:
             batch = MoeBatch.empty(shape)
         if out is None or refused:
-            out = torch.empty((batch.num_rows, shape.hidden), dtype=torch.bfloat16)
+            rows_at = batch.hidden_states.device
+            out = torch.empty((batch.num_rows, shape.hidden), dtype=torch.bfloat16, device=rows_at)
         deadline_s = time.monotonic() + timeout_s
         try:
             reports = tuple(
