@@ -43,7 +43,15 @@ from megamoe.path import PathPolicy, StagedPolicies, SubStep, choose_path, is_fa
 from megamoe.routing import DISTRIBUTIONS, route_rank
 from megamoe.runtime import Runtime
 from megamoe.shape import MX_BLOCK, PRESETS, MoeShape, preset
-from megamoe.shm import SHM_DIR, SharedSegment, Word, fence, shm_free_bytes, unlink_all
+from megamoe.shm import (
+    SHM_DIR,
+    SharedSegment,
+    Word,
+    fence,
+    full_fence,
+    shm_free_bytes,
+    unlink_all,
+)
 from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
 from megamoe.trial import Verdict, run_trial
 from megamoe.weights import LayerWeights, random_layer_weights, shard
@@ -100,6 +108,7 @@ __all__ = [
     "diagnose",
     "fence",
     "format_results",
+    "full_fence",
     "is_fall_off",
     "load_layer",
     "missing_kernels",

@@ -7,13 +7,14 @@ layer, session or request: the number of series is fixed when the rank starts, w
 
 from __future__ import annotations
 
-import queue
+import collections
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from prometheus_client.core import Metric
 
 from megamoe import (
     Bundle,
@@ -41,7 +42,7 @@ SECONDS_BUCKETS = tuple(
 ROWS_BUCKETS = tuple(float(1 << power) for power in range(16))
 """1 to 32,768 rows: the largest step of the largest profile."""
 _PHASES = (Phase.PREFILL, Phase.DECODE)
-_STOP = None
+_OBSERVE_PERIOD_S = 0.1
 
 T = TypeVar("T")
 
@@ -98,7 +99,11 @@ class RankMetrics:
         self._last_path: Path | None = None
         self._balance_at = 0.0
         self._server: HttpServer | None = None
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._todo: collections.deque[tuple[Any, ...]] = collections.deque()
+        self._wanted = threading.Event()
+        self._observing = threading.Lock()
+        self._is_closed = False
+        self.registry.register(self)
         self._define()
         self._thread = threading.Thread(target=self._observe, name="metrics", daemon=True)
         self._thread.start()
@@ -188,16 +193,16 @@ class RankMetrics:
 
     def record_plan(self, plan: StepPlan, policy: PathPolicy) -> None:
         """A step was agreed."""
-        self._todo.put(lambda: self._observe_plan(plan, policy))
+        self._todo.append((self._observe_plan, plan, policy))
 
     def record_step(self, plan: StepPlan, policy: PathPolicy, reports: tuple[SubStepReport, ...]) -> None:
         """One layer call of a step was executed, in these sub-steps."""
-        self._todo.put(lambda: self._observe_step(plan, policy, reports))
+        self._todo.append((self._observe_step, plan, policy, reports))
 
     def record_error(self, code: str) -> None:
         """A request was answered with an error of this code."""
         series = self._errors.get((code,), self._errors[("internal",)])
-        self._todo.put(series.inc)
+        self._todo.append((series.inc,))
 
     def record_policy(self, policy: PathPolicy) -> None:
         """The newest policy of this rank; path_enabled says what is built AND switched on."""
@@ -294,22 +299,32 @@ class RankMetrics:
             ) from error
         return int(self._server.start().server_port)
 
-    def flush(self, timeout_s: float = 5.0) -> None:
+    def flush(self) -> None:
         """Return when everything recorded before is observed."""
-        done = threading.Event()
-        self._todo.put(done.set)
-        if not done.wait(timeout_s):
-            raise TimeoutError(f"metrics of rank {self.rank} were not observed within {timeout_s} s")
+        with self._observing:
+            while self._todo:
+                observe, *values = self._todo.popleft()
+                observe(*values)
+
+    def collect(self) -> Iterable[Metric]:
+        """Part of every scrape, before the series: it must not be older than the last call."""
+        self.flush()
+        return ()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
 
     def close(self) -> None:
         """Observe what is left and stop serving. Safe to call twice."""
-        if self._thread.is_alive():
-            self._todo.put(_STOP)
-            self._thread.join(5.0)
+        self._is_closed = True
+        self._wanted.set()
+        self._thread.join(5.0)
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def _observe(self) -> None:
-        while (work := self._todo.get()) is not None:
-            work()
+        """Now and then: a thread that woke for every call would take the interpreter from the device thread."""
+        while not self._is_closed:
+            self._wanted.wait(_OBSERVE_PERIOD_S)
+            self.flush()

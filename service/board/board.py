@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from megamoe import SharedSegment
+from megamoe import SharedSegment, full_fence
 from megamoe.errors import InvalidArgumentError, UnavailableError, must_be
 from service.board import layout
 from service.messages import ErrorReply
-from service.ring.bell import BELL_AT, BUSY_AT, CONTROL_BELL_AT, SUPERVISOR, Bell
+from service.ring.bell import AWAKE_AT, BELL_AT, BUSY_AT, CONTROL_BELL_AT, SUPERVISOR, Bell
 
 _LOCK_SPIN = 50
 _LOCK_TIMEOUT_S = 5.0
@@ -43,7 +43,6 @@ class Board:
         self.writer_id = writer_id
         self._fd = os.open(segment.path, os.O_RDWR)
         self._thread_lock = threading.Lock()
-        self._barrier = threading.Lock()
         self._version = segment.word(layout.VERSION_AT)
         self._down = segment.word(layout.DOWN_AT)
         self._u64 = segment.buf.cast("Q")
@@ -205,8 +204,12 @@ class Board:
     def set_busy(self, rank: int, busy: bool) -> None:
         """Say that a rank's device thread is inside a layer call: control bells must then wake its other thread."""
         self.buf[layout.rank_at(rank) + BUSY_AT] = busy
-        with self._barrier:  # a locked instruction: what is read next is not read before this store is seen
-            pass
+        full_fence()  # what is read next is not read before this store is seen
+
+    def set_awake(self, rank: int, awake: bool) -> None:
+        """Say whether a rank's loop looks at its doorbell before it sleeps: then nobody needs to wake it."""
+        self.buf[layout.rank_at(rank) + AWAKE_AT] = awake
+        full_fence()
 
     def mark_progress(self, rank: int) -> None:
         """This rank finished a layer call or a plan just now."""

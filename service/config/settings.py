@@ -105,6 +105,12 @@ class ServiceConfig(BaseModel):
     max_colocated_rings: int = Field(
         4, ge=0, le=64, description="rings in shared memory that a rank opens for callers on its host"
     )
+    loop_spin_us: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="how long a rank looks for its next request before it sleeps; keeps a core busy",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
 
     def __init__(self, **values: Any) -> None:

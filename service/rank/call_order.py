@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from megamoe import PlanId
 from megamoe.errors import StaleCallError
@@ -24,8 +25,7 @@ _REFUSALS_AT = _ERROR_AT + ERROR_BYTES
 assert _REFUSALS_AT + 8 * ERROR_BYTES <= ORDER_BYTES
 
 
-@dataclass(frozen=True)
-class CallId:
+class CallId(NamedTuple):
     """What must be the same on all ranks about one sequence: the lease, the plan and the layer."""
 
     lease_serial: int
@@ -40,6 +40,9 @@ class SlotState(IntEnum):
     FREE = 0
     CLAIMED = 1
     GIVEN_UP = 2
+
+
+_CLAIMED = int(SlotState.CLAIMED)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,11 @@ class CallOrder:
         that call. Raises StaleCallError when the sequence is long gone.
         """
         board = self._board
+        # Claimed for just this call: seen without the lock, since whatever is half written is not equal in all fields.
+        if _SLOT.unpack_from(board.buf, self._at[sequence % ORDER_SLOTS])[:2] == (sequence, _CLAIMED):
+            claimed = self._read(sequence)
+            if claimed is not None and claimed.state is SlotState.CLAIMED and claimed.call == call:
+                return claimed, None
         with board.locked():
             slot = self._read(sequence)
             if slot is None:

@@ -45,6 +45,8 @@ from service.ring.specs import SERVICER_RING, ring_specs
 log = logging.getLogger("megamoe.rank")
 
 _HEALTH_PERIOD_S = 0.25
+_SWITCH_INTERVAL_S = 1e-4
+"""How long another thread may keep the interpreter that the device thread wants; the default, 5 ms, is many layers."""
 _EXIT_GRACE_S = 10.0
 _START_SHARE = 0.8
 """Share of start_timeout_s that ranks wait for each other: they know who is missing, their launcher does not."""
@@ -145,6 +147,7 @@ class RankProcess:
         config, rank, group_name, opened = self.config, self.spec.rank, self.spec.group_name, self._open
         timeout_s, shape = _START_SHARE * config.start_timeout_s, config.moe_shape
         torch.set_num_threads(threads_per_rank(config))
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         board = Board.attach(group_name, rank, timeout_s=timeout_s)
         opened.callback(board.close)
         runtime = Runtime.open(config.deployment, rank=rank, group_name=group_name, timeout_s=timeout_s)
@@ -163,7 +166,11 @@ class RankProcess:
         for ring_idx, ring_spec in enumerate(ring_specs(config)):
             rings.append(RingConsumer.create(group_name, rank, ring_idx, ring_spec))
             opened.callback(rings[-1].close)
-        settings = LoopSettings(step_timeout_s=config.step_timeout_s, lease_timeout_s=config.lease_timeout_s)
+        settings = LoopSettings(
+            step_timeout_s=config.step_timeout_s,
+            lease_timeout_s=config.lease_timeout_s,
+            spin_s=config.loop_spin_us * 1e-6,
+        )
         loop = StepLoop(board, rank, runtime, rings, settings=settings, observer=metrics)
         opened.callback(loop.stop, _EXIT_GRACE_S)
         metrics.watch(

@@ -56,10 +56,12 @@ class Observer(Protocol):
 class LoopSettings:
     """step_timeout_s: how long an intent waits for the others, and a layer call for its peers.
 
-    limits: None = as much as AdmissionLimits.of gives.
+    limits: None = as much as AdmissionLimits.of gives. spin_s: how long the loop looks for the next request before it
+    sleeps; it keeps a core busy for that long.
     """
 
     step_timeout_s: float = 10.0
+    spin_s: float = 0.0
     lease_timeout_s: float = 10.0
     limits: AdmissionLimits | None = None
 

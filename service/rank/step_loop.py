@@ -44,6 +44,10 @@ STAND_IN_S = 0.25
 """How long the stand-in sleeps when nothing rings: the latest moment at which a plan times out during a layer call."""
 
 
+_SPINS_PER_LOOK = 16
+"""Looks at the doorbell between two at the clock."""
+
+
 class RuntimeLike(Protocol):
     """What the loop needs of megamoe.Runtime."""
 
@@ -109,6 +113,7 @@ class StepLoop:
         self._control = board.segment.word(control_at)
         self._bell = board.bell(rank)
         self._stopping = False
+        self._spin_s = settings.spin_s if settings is not None else 0.0
         self._in_forward = False
         self._ended = threading.Event()
         self._ended.set()
@@ -256,7 +261,7 @@ class StepLoop:
         if has_jobs:
             self._run_jobs()
         if work is None:
-            self._doorbell.wait_while(seen, idle_s)
+            self._sleep(seen, idle_s)
             return
         self._in_forward = True
         self.board.set_busy(self.rank, True)
@@ -268,6 +273,19 @@ class StepLoop:
         self.board.set_busy(self.rank, False)
         with self._lock:
             self.state.finish(work, result, queue_us, total_us)
+
+    def _sleep(self, seen: int, idle_s: float) -> None:
+        """Until somebody rings, idle_s at most: spins for spin_s, then sleeps and says so."""
+        doorbell, clock = self._doorbell, time.monotonic
+        if self._spin_s:
+            until = clock() + min(self._spin_s, idle_s)
+            while clock() < until:
+                for _ in range(_SPINS_PER_LOOK):
+                    if doorbell.load() != seen:
+                        return
+        self.board.set_awake(self.rank, False)
+        doorbell.wait_while(seen, idle_s)
+        self.board.set_awake(self.rank, True)
 
     def _execute(self, work: Work) -> tuple[MoeOutput | Exception, float, float]:
         plan, call = work.plan.plan, work.call

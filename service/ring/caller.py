@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 
-from megamoe import MX_BLOCK, SharedSegment, fence
+from megamoe import MX_BLOCK, SharedSegment, fence, full_fence
 from megamoe.errors import ConfigError, OverloadedError, PeerTimeoutError
 from service.messages import CloseRequest, IntentRequest
 from service.ring import codec, layout
@@ -60,6 +60,8 @@ class RingCaller:
             raise ConfigError(f"ring {segment.name} must have one producer, got a second one") from None
         self._published = segment.word(layout.PUBLISHED_AT)
         self._completed = segment.word(layout.COMPLETED_AT)
+        self._awake = segment.word(layout.AWAKE_AT)
+        self._awake.store(1)
         self._number = self._published.load()
         self._base = segment.base_ptr
         largest = max(
@@ -165,8 +167,15 @@ class RingCaller:
                         return
                 if _now() >= until:
                     break
-        deadline = start + timeout_s
-        completed = self._completed
+        self._awake.store(0)
+        full_fence()
+        try:
+            self._sleep_for(at, timeout_s, start + timeout_s)
+        finally:
+            self._awake.store(1)
+
+    def _sleep_for(self, at: int, timeout_s: float, deadline: float) -> None:
+        buf, completed = self._buf, self._completed
         while True:
             seen = completed.load()
             if buf[at] == _REPLIED:

@@ -9,7 +9,8 @@ reply, all multiples of RECORD_ALIGN. Allocates nothing.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megamoe import MX_BLOCK, Deployment
 from megamoe.errors import InvalidArgumentError, must_be
@@ -23,8 +24,9 @@ MAGIC = 0x4D4F4552_0002  # layout version in the low half
 HEAD = struct.Struct(
     "<QQQQQQQQ"
 )  # magic, hidden, topk, ranks, max rows, sub-steps, control slots, bulk bytes
-PUBLISHED_AT, COMPLETED_AT, FAULT_AT, TABLE_AT = 128, 256, 384, 4096
-"""The two counts; and why the consumer reads no more: bytes of a code, of a text (16 bits each), then both."""
+PUBLISHED_AT, COMPLETED_AT, AWAKE_AT, FAULT_AT, TABLE_AT = 128, 256, 320, 384, 4096
+"""The two counts; whether the producer looks at them before it sleeps (then it needs no waking); and why the consumer
+reads no more: bytes of a code, of a text (16 bits each), then both."""
 MAX_FAULT_BYTES = 1024
 FAULT_HEAD = struct.Struct("<HH")
 TABLE_LEN = 512
@@ -98,26 +100,26 @@ class RingSpec:
         # Small calls share the pool with large ones: each slot's worth of calls without rows fits beside them.
         num_bulk_bytes = num_bulk_calls * sized.layer_map(max_rows, False, in_memory=in_memory).num_bytes
         num_bulk_bytes += num_control_slots * sized.layer_map(0, False).num_bytes
-        return cls(**{**sized.__dict__, "num_bulk_bytes": num_bulk_bytes})
+        return replace(sized, num_bulk_bytes=num_bulk_bytes)
 
-    @property
+    @cached_property
     def control_reply_bytes(self) -> int:
         return align_up(_TEXT_REPLY_BYTES + _PLAN_BYTES_PER_SUB_STEP * (self.max_sub_steps + 2))
 
-    @property
+    @cached_property
     def control_bytes(self) -> int:
         """One record of the control pool."""
         return RECORD_ALIGN + CONTROL_BODY_BYTES + self.control_reply_bytes
 
-    @property
+    @cached_property
     def control_at(self) -> int:
         return align_up(TABLE_AT + TABLE_LEN * DESCRIPTOR.size, 4096)
 
-    @property
+    @cached_property
     def bulk_at(self) -> int:
         return self.control_at + align_up(self.num_control_slots * self.control_bytes, 4096)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of the whole segment."""
         return self.bulk_at + self.num_bulk_bytes
@@ -152,7 +154,7 @@ class RingSpec:
             num_bulk_bytes=bulk,
         )
 
-    @property
+    @cached_property
     def layer_reply_bytes(self) -> int:
         """Room for the reply of a layer call, without its rows."""
         return align_up(max(64 + REPORT_BYTES * self.max_sub_steps, _TEXT_REPLY_BYTES))
