@@ -41,7 +41,7 @@ skewed="1 16 64 256 1024 4096"
 # What the AgentX part starts, and what is compiled for it.
 export MEGAMOE_BACKEND=hopper MEGAMOE_NUM_RANKS=$ranks
 
-part compile 120 $hopper.compile_ahead --for selftest bench --ranks "$ranks" --devices "$ranks"
+part compile 120 $hopper.compile_ahead --for selftest bench --ranks "$ranks"
 part compile-service 60 "$python" -m service.cli compile
 part selftest 110 $hopper.selftest --ranks "$ranks" --shapes hopper-selftest --row-formats bf16 --soak 50
 grep -E "^FAIL|passed" "$out/selftest.log"

@@ -154,7 +154,8 @@ class DeviceBench:
     """What to time on a machine's GPUs. shape: of the whole deployment; each of num_ranks has an EP8 rank's experts.
 
     tokens: a rank. paths: None = all that serve a size. baselines: torch's own parts and, where triton_kernels names
-    the folder of its files, that package. gemms: the expert GEMMs alone as well. json, plot: files to write.
+    the folder of its files, that package. gemms: the expert GEMMs alone as well, of one rank. json, plot: files to
+    write.
     """
 
     shape: MoeShape

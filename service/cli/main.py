@@ -102,7 +102,9 @@ def bench(
         Path | None, typer.Option(help="hopper: folder of that package, for a second baseline")
     ] = None,
     baselines: Annotated[bool, typer.Option(help="hopper: time the baselines in the same run")] = True,
-    gemms: Annotated[bool, typer.Option(help="hopper: time the expert GEMMs alone as well")] = False,
+    gemms: Annotated[
+        bool, typer.Option(help="hopper: time the expert GEMMs of one rank alone as well")
+    ] = False,
 ) -> None:
     """Latency and rows/s per path and size without the service around it, and the ratio to plain torch.
 

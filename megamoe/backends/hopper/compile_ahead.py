@@ -161,7 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--for", dest="uses", nargs="+", choices=["selftest", "bench"], default=["bench"])
     parser.add_argument("--shape", default="deepseek-v4-pro", help="of the bench")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--devices", type=int, default=8, help="GPUs that the ranks will share")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=0,
+        help="GPUs that the ranks will share; 0 = this machine's, or one a rank",
+    )
     parser.add_argument("--row-formats", nargs="+", type=RowFormat, default=[RowFormat.BF16])
     chosen = parser.parse_args(arguments)
     deployments: list[Deployment] = []

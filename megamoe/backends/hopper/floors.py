@@ -20,7 +20,7 @@ _MATMUL_SIZE = 8192
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU reaches: bytes read and written a second by a copy within its memory, and floating-point operations
+    """What a GPU keeps up: bytes read and written a second by a copy within its memory, and floating-point operations
     a second of a bf16 matmul 8192^3 on random data."""
 
     bytes_per_s: float
@@ -49,14 +49,15 @@ def _rates_of(device: torch.device) -> Rates:
     with torch.cuda.device(device):
         source = torch.randint(0, 256, (_COPY_BYTES,), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        copy_s = _median_s(partial(target.copy_, source))
+        copy_s = _median_s(partial(target.copy_, source), num_warmup=20)
         del source, target
         a, b = torch.randn((2, _MATMUL_SIZE, _MATMUL_SIZE), device=device).bfloat16()
-        matmul_s = _median_s(partial(torch.mm, a, b))
+        # Half a second of it: what the chip keeps up, not what it does before it has warmed up.
+        matmul_s = _median_s(partial(torch.mm, a, b), num_warmup=300)
     return Rates(2 * _COPY_BYTES / copy_s, 2 * _MATMUL_SIZE**3 / matmul_s)
 
 
-def _median_s(work: Callable[[], object], num_warmup: int = 5, num_timed: int = 25) -> float:
+def _median_s(work: Callable[[], object], num_warmup: int, num_timed: int = 50) -> float:
     """Of work on the current device's current stream."""
     marks = []
     for _ in range(num_warmup + num_timed):

@@ -26,14 +26,15 @@ MI355X_SHAPE = "deepseek-v4-pro"
 
 @dataclass(frozen=True)
 class Report:
-    """machine: GPU, num_gpus, driver and versions. shape: of the whole deployment, EP8. rates: of this run."""
+    """A run, which grows while it goes on. machine: GPUs and versions. shape: of the whole deployment, EP8. rates: of
+    this run."""
 
     machine: dict[str, str | int]
     shape: MoeShape
     num_ranks: int
     rates: Rates
-    timings: Sequence[Timing]
-    baselines: Sequence[BaselineTiming] = ()
+    timings: list[Timing]
+    baselines: list[BaselineTiming]
 
     def title(self) -> str:
         """Machine, shape and rates."""

@@ -19,16 +19,13 @@ from megamoe.backends.hopper.bench.group import CAPACITIES, GroupBench
 from megamoe.backends.hopper.bench.layer import bench_layer, paths_at
 from megamoe.backends.hopper.bench.plot import check_plot, draw
 from megamoe.backends.hopper.bench.report import Report
-from megamoe.backends.hopper.bench.timing import BaselineTiming, Timing
-from megamoe.backends.hopper.floors import Rates, measure_rates, ranks_of
-from megamoe.backends.hopper.plan import plan_gemms
+from megamoe.backends.hopper.bench.timing import Timing
+from megamoe.backends.hopper.floors import measure_rates, ranks_of
+from megamoe.backends.hopper.served import gemm_plan
 from megamoe.bundle import Path
 from megamoe.errors import InvalidArgumentError, PeerTimeoutError, must_be
 from megamoe.routing import DISTRIBUTIONS
 from megamoe.shape import MoeShape, preset
-
-GEMM_ROWS = (1, 8, 16, 32, 64, 128, 1024)
-"""Rows of every expert at which the GEMMs are timed alone."""
 
 _PRINT: Say = partial(print, flush=True)
 
@@ -43,6 +40,10 @@ def check_wanted(wanted: DeviceBench) -> None:
     for file in (wanted.json, wanted.plot):
         if file and not file.absolute().parent.is_dir():
             raise InvalidArgumentError(must_be("json and plot", "files in a folder that is there", str(file)))
+    if wanted.gemms and wanted.num_ranks != 1:
+        raise InvalidArgumentError(
+            must_be("ranks with gemms", "1: GEMMs alone are of one rank", wanted.num_ranks)
+        )
     if wanted.plot:
         check_plot()
     if wanted.triton_kernels:
@@ -56,27 +57,18 @@ def run_bench(wanted: DeviceBench, say: Say = _PRINT) -> bool:
     shape = ranks_of(wanted.shape, wanted.num_ranks)
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     rates = measure_rates(devices[: wanted.num_ranks])
-    timings: list[Timing] = []
-    baselines: list[BaselineTiming] = []
-    report = Report(_machine(), wanted.shape, wanted.num_ranks, rates, timings, baselines)
+    report = Report(_machine(), wanted.shape, wanted.num_ranks, rates, [], [])
     say(report.title())
-    if wanted.gemms:
-        _gemms(wanted, rates, say)
     right = True
-    for result in _layers(wanted, shape, rates):
-        if isinstance(result, Timing):
-            timings.append(result)
-            say(str(result))
-            # A run that is ended early leaves what it has.
-            _keep(wanted, report, plot=False)
-        else:
-            right = False
-            say(f"FAIL {result}")
+    for least, capacity in zip((0, *CAPACITIES), CAPACITIES):
+        if sizes := [tokens for tokens in wanted.tokens if least < tokens <= capacity]:
+            right &= _time_group(wanted, GroupBench(shape, capacity, rates=rates), sizes, report, say)
+            torch.cuda.empty_cache()
     _keep(wanted, report)
     for baseline in _baselines(wanted, shape, len(devices), say):
         try:
             for timing in time_baseline(baseline):
-                baselines.append(timing)
+                report.baselines.append(timing)
                 say(f"{timing}, {report.ratio(timing):.2f} times the best path's")
         except PeerTimeoutError as error:
             right = False
@@ -94,35 +86,45 @@ def _keep(wanted: DeviceBench, report: Report, *, plot: bool = True) -> None:
         draw(report, wanted.plot)
 
 
-def _layers(wanted: DeviceBench, shape: MoeShape, rates: Rates) -> Iterator[Timing | RuntimeError]:
+def _time_group(
+    wanted: DeviceBench, group: GroupBench, sizes: Sequence[int], report: Report, say: Say
+) -> bool:
+    """Add what is measured to the report; True if nothing failed."""
+    right = True
+    for result in _layers(wanted, group, sizes):
+        if isinstance(result, Timing):
+            report.timings.append(result)
+            say(str(result))
+            # A run that is ended early leaves what it has.
+            _keep(wanted, report, plot=False)
+        else:
+            right = False
+            say(f"FAIL {result}")
+    for timing in _gemms(group, sizes) if wanted.gemms else ():
+        say(str(timing))
+    return right
+
+
+def _layers(wanted: DeviceBench, group: GroupBench, sizes: Sequence[int]) -> Iterator[Timing | RuntimeError]:
     """Every size on every path that serves it, or what went wrong there."""
-    for capacity in CAPACITIES:
-        sizes = [t for t in wanted.tokens if (t <= CAPACITIES[0]) == (capacity == CAPACITIES[0])]
-        if not sizes:
-            continue
-        group = GroupBench(shape, capacity, rates=rates)
-        for distribution in wanted.distributions:
-            for tokens in sizes:
-                for path in paths_at(tokens):
-                    if wanted.paths is not None and path not in wanted.paths:
-                        continue
-                    try:
-                        yield bench_layer(group, tokens, path, distribution)
-                    except RuntimeError as error:
-                        yield RuntimeError(f"{path} {distribution} T={tokens}: {error}")
-        del group
-        torch.cuda.empty_cache()
+    for distribution in wanted.distributions:
+        for tokens in sizes:
+            for path in paths_at(tokens):
+                if wanted.paths is not None and path not in wanted.paths:
+                    continue
+                try:
+                    yield bench_layer(group, tokens, path, distribution)
+                except RuntimeError as error:
+                    yield RuntimeError(f"{path} {distribution} T={tokens}: {error}")
 
 
-def _gemms(wanted: DeviceBench, rates: Rates, say: Say) -> None:
-    one_rank = ranks_of(wanted.shape, 1)
-    group = GroupBench(one_rank, CAPACITIES[-1], rates=rates)
-    for rows in GEMM_ROWS:
-        tokens = rows * one_rank.num_experts // one_rank.num_topk
-        for timing in bench_gemms(group, rows, plan_gemms(one_rank, tokens)):
-            say(str(timing))
-    del group
-    torch.cuda.empty_cache()
+def _gemms(group: GroupBench, sizes: Sequence[int]) -> Iterator[Timing]:
+    """Every expert with as many rows as it gets at each size on average."""
+    shape = group.shape
+    for tokens in sizes:
+        if tokens * shape.num_topk % shape.num_experts == 0:
+            rows = tokens * shape.num_topk // shape.num_experts
+            yield from bench_gemms(group, rows, gemm_plan(group.bundle, Path.COMPACT, tokens))
 
 
 def _baselines(wanted: DeviceBench, shape: MoeShape, num_devices: int, say: Say) -> list[BaselineConfig]:
@@ -166,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--triton-kernels", type=FilePath, help="folder of that package, for a second baseline"
     )
-    parser.add_argument("--gemms", action="store_true", help="the expert GEMMs alone as well")
+    parser.add_argument("--gemms", action="store_true", help="the expert GEMMs alone as well, of one rank")
     parser.add_argument("--json", type=FilePath)
     parser.add_argument("--plot", type=FilePath, help="png, svg or pdf; needs matplotlib")
     chosen = parser.parse_args(arguments)
