@@ -77,6 +77,10 @@ def test_the_eight_gpu_run_goes_on_after_a_part_that_fails(
     modules = ["compile_ahead", "service.cli", "selftest", "bench", "bench", "service.cli"]
     assert ran == [*modules, "bench.tables", "bench.tables"]
     assert (out / "bench.json").read_text() == "{}\n"
+    notes.unlink()
+    subprocess.run([*command, "--parts", "agentx"], env=env, check=True, capture_output=True, timeout=60)
+    assert notes.read_text().startswith("-m service.cli demo --launcher local")
+    assert len(notes.read_text().splitlines()) == 1, "one part, and no report of another run"
 
 
 def test_what_is_compiled_is_what_the_commands_open(monkeypatch: pytest.MonkeyPatch) -> None:
