@@ -37,7 +37,6 @@ class Outcome:
     error: MegaMoeError | None = None
 
 
-@dataclass
 class Ranks:
     """A group of backends, each owned by a thread. Context manager."""
 
