@@ -9,6 +9,8 @@ for the bytes.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from megamoe import MX_BLOCK, MoeBatch, MoeShape, SharedSegment, fence, full_fence
@@ -43,12 +45,14 @@ class TypedViews:
 class CallViews:
     """The tensors of one place in the ring. rows: None where they lie in lent memory, as do scales and out."""
 
-    __slots__ = ("ids", "out", "rows", "sf", "weights")
+    __slots__ = ("_copy", "ids", "out", "own_ids", "rows", "sf", "weights")
 
     def __init__(self, views: TypedViews, spec: RingSpec, start: int, where: LayerMap, rows: int, flags: int):
         view, mxfp8 = views.at, bool(flags & layout.FLAG_MXFP8)
         self.ids = view(start + where.ids_at, rows, spec.num_topk, torch.int32)
         self.weights = view(start + where.weights_at, rows, spec.num_topk, torch.float32)
+        self.own_ids = torch.empty_like(self.ids)
+        self._copy = self.own_ids.data_ptr(), self.ids.data_ptr(), 4 * rows * spec.num_topk
         self.rows: torch.Tensor | None = None
         self.sf: torch.Tensor | None = None
         self.out: torch.Tensor | None = None
@@ -58,6 +62,11 @@ class CallViews:
             self.out = view(start + where.out_at, rows, spec.hidden, torch.bfloat16)
             if mxfp8:
                 self.sf = view(start + where.sf_at, rows, spec.hidden // MX_BLOCK, torch.uint8)
+
+    def copy_ids(self) -> torch.Tensor:
+        """The ids as they are now, where no other process can change them. Holds until the place's next record."""
+        ctypes.memmove(*self._copy)
+        return self.own_ids
 
 
 class Record:
@@ -140,7 +149,7 @@ class Record:
                 head.places, head.lease_serial, rows, shape.hidden, mxfp8
             )
         # The ids are copied before they are checked: the caller could change them afterwards.
-        self._batch = MoeBatch.of_views(shape, x, views.ids.clone(), views.weights, sf)
+        self._batch = MoeBatch.of_views(shape, x, views.copy_ids(), views.weights, sf)
 
     def request(self) -> Request:
         """A control message. Raises InvalidArgumentError for one that is none."""
@@ -215,6 +224,7 @@ class RingConsumer:
         self._completed = segment.word(layout.COMPLETED_AT)
         self._awake = segment.word(layout.AWAKE_AT)
         self._places: set[int] = set()
+        self._taken: set[int] = set()
         self._num_taken = self._num_completed = self._published.load()
 
     @classmethod
@@ -259,11 +269,13 @@ class RingConsumer:
                 wrong = "" if offset in self._places else layout.misplaced(self.spec, offset)
                 head = layout.RECORD_HEAD.unpack_from(self.buf, offset) if not wrong else ()
                 wrong = wrong or _malformed(self.spec, offset, head, self._num_taken)
+                if offset in self._taken:
+                    wrong = must_be("place of a record", "free: its last record is not answered", offset)
                 if wrong:
                     self._fail(wrong)
                     break
-                if len(self._places) < _MOST_VIEWS:
-                    self._places.add(offset)
+                self._places.add(offset)
+                self._taken.add(offset)
             else:
                 head = layout.RECORD_HEAD.unpack_from(self.buf, offset)
             records.append(Record(self, offset, head))
@@ -311,6 +323,7 @@ class RingConsumer:
         fence()
         buf[offset + layout.STATE_AT] = layout.STATE_REPLIED
         self.num_open -= 1
+        self._taken.discard(offset)
         self._num_completed = (self._num_completed + 1) & 0xFFFFFFFF
         self._completed.store(self._num_completed)
         full_fence()

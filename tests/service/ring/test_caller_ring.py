@@ -333,6 +333,17 @@ def test_a_record_starts_where_one_can(ends: Ends, offset: int) -> None:
     assert "place of a" in str(ends.rank.fault)
 
 
+def test_a_place_holds_one_record_at_a_time(ends: Ends) -> None:
+    """Else a second one could change what was checked of the first."""
+    at, _ = call(ends, 2)
+    (record,) = ends.rank.poll()
+    ends.caller._free_calls.append(at)
+    assert call(ends, 2)[0] == at
+    assert not ends.rank.poll()
+    assert "place of a record must be free" in str(ends.rank.fault)
+    answer(record)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
