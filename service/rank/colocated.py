@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Protocol
 
@@ -52,6 +52,9 @@ class Loop(Protocol):
 
     def with_lock(self) -> contextlib.AbstractContextManager[object]:
         """Hold the state still."""
+
+    def pin(self, ring: RingConsumer) -> None:
+        """Let the device reach the ring's memory. On the thread that owns the runtime."""
 
     def on_device(self, job: Callable[[], None]) -> Future[None]:
         """Run it on the thread that owns the runtime, between two layer calls; UnavailableError if that has ended."""
@@ -189,21 +192,35 @@ class Caller:
             raise InvalidArgumentError(must_be("rings of this stream", "at most 1", 2))
         self._is_opening = True
         try:
-            # In a thread, because touching its pages takes long; what it makes is kept or closed whoever still waits.
+            # In a thread, because touching its pages takes long; what it makes is kept or closed, whoever still waits.
             return await asyncio.to_thread(self._open_ring_now, request)
         finally:
             self._is_opening = False
 
     def _open_ring_now(self, request: OpenRingRequest) -> RingReply:
-        idx, ring, reply = self._home.make_ring(request)
-        with self._home.loop.with_lock():
-            if not self._is_closed:
+        home = self._home
+        idx, ring, reply = home.make_ring(request)
+
+        def pin_and_attach() -> None:
+            home.loop.pin(ring)
+            with home.loop.with_lock():
+                if self._is_closed:
+                    raise UnavailableError("the stream ended while its ring was made")
                 self._idx, self._ring = idx, ring
-                self._home.loop.attach(ring)
-                return reply
-        ring.close()
-        self._home.give_back(idx)
-        raise UnavailableError("the stream ended while its ring was made")
+                home.loop.attach(ring)
+
+        done = home.loop.on_device(pin_and_attach)
+        try:
+            wait([done], home.timeout_s)
+            if done.cancel():
+                what = f"the ring must be taken within {home.timeout_s:g} s"
+                raise PeerTimeoutError(f"{what}, got a layer call that takes longer")
+            done.result()
+        except BaseException:
+            ring.close()
+            home.give_back(idx)
+            raise
+        return reply
 
     async def _register(self, ring: RingConsumer, request: RegisterMemoryRequest) -> MemoryReply:
         handle = MemoryHandle(

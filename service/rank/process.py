@@ -172,6 +172,8 @@ class RankProcess:
             spin_s=config.loop_spin_us * 1e-6,
         )
         loop = StepLoop(board, rank, runtime, rings, settings=settings, observer=metrics)
+        for ring in rings:
+            loop.pin(ring)
         opened.callback(loop.stop, _EXIT_GRACE_S)
         metrics.watch(
             {

@@ -181,8 +181,7 @@ class RankState:
             self._retiring.remove(entry)
             ring, on_closed = entry
             ring.lent.drop_all()
-            ring.close()
-            on_closed()
+            self.jobs += [ring.close, on_closed]
 
     # ------------------------------------------------------------------------------ requests
 

@@ -29,7 +29,7 @@ from megamoe import (
     PathPolicy,
     StepPlan,
 )
-from megamoe.errors import MegaMoeError, UnavailableError
+from megamoe.errors import HeapError, MegaMoeError, UnavailableError
 from service.board.board import Board
 from service.messages import ErrorReply
 from service.rank.call_state import Work
@@ -64,6 +64,8 @@ class RuntimeLike(Protocol):
     def memory_kinds(self) -> tuple[MemoryKind, ...]: ...
 
     def open_memory(self, handle: MemoryHandle) -> OpenMemory: ...
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]: ...
 
     def stage_policy(self, policy: PathPolicy) -> None: ...
 
@@ -186,6 +188,13 @@ class StepLoop:
     def open_memory(self, handle: MemoryHandle) -> OpenMemory:
         """See Runtime.open_memory. On the thread that owns the runtime."""
         return self._runtime.open_memory(handle)
+
+    def pin(self, ring: RingConsumer) -> None:
+        """Let the device reach the rows of a ring where they lie, until it is closed. On the runtime's thread."""
+        try:
+            ring.on_close = self._runtime.pin(ring.segment.bytes_u8)
+        except HeapError as error:
+            log.warning("rank %d: rows of a ring are copied on their way to the device: %s", self.rank, error)
 
     def with_lock(self) -> threading.Lock:
         """Hold the state still: for a few microseconds."""

@@ -10,6 +10,7 @@ for the bytes.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -205,7 +206,7 @@ class RingConsumer:
     """The rank's side of a ring: made, polled and answered by the step loop; unlinked with the rank.
 
     caller_shape: given for the ring of a co-located caller, against which its calls are checked. fault: why such a ring
-    is read no more. lent: memory that its calls may name.
+    is read no more. lent: memory that its calls may name. on_close: what undoes what was done to its memory.
     """
 
     def __init__(self, segment: SharedSegment, spec: RingSpec, caller_shape: MoeShape | None = None) -> None:
@@ -216,6 +217,7 @@ class RingConsumer:
         self.lent = LentTable()
         self.no_rows = torch.empty((0, spec.hidden), dtype=torch.bfloat16)
         self.fault: InvalidArgumentError | None = None
+        self.on_close: Callable[[], None] = _nothing
         self.num_open = 0
         """Records taken and not answered."""
         self._typed = TypedViews(segment)
@@ -332,9 +334,15 @@ class RingConsumer:
 
     def close(self) -> None:
         """Drop and unlink the ring: producers keep their mapping until they close it. Safe to call twice."""
+        on_close, self.on_close = self.on_close, _nothing
+        on_close()
         self._views.clear()
         self.segment.close()
         self.segment.unlink()
+
+
+def _nothing() -> None:
+    """Of a ring to which nothing was done."""
 
 
 _CALLER_KINDS = (codec.INTENT, codec.LAYER, codec.CLOSE)
