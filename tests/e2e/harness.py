@@ -33,6 +33,8 @@ from service.net import codec, wire
 from service.pb import moe_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+"""Of processes that tests start: this tree before whatever this process was given."""
 CONFIG = load_config(env=False)
 SHAPE = CONFIG.moe_shape
 STEP_TIMEOUT_S = 4.0
@@ -65,7 +67,7 @@ class ServiceProcess:
 
     def __init__(self, *options: str, launcher: str = "local") -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("MEGAMOE_")}
-        env["PYTHONPATH"] = str(ROOT)
+        env["PYTHONPATH"] = PYTHONPATH
         self.process = subprocess.Popen(
             [sys.executable, "-m", "service.cli", "serve", f"--launcher={launcher}", *settings, *options],
             stdout=subprocess.PIPE,

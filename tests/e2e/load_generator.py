@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import ROOT, ServiceProcess
+from tests.e2e.harness import PYTHONPATH, ROOT, ServiceProcess
 
 SHORT = ("--concurrency", "6", "--warmup-requests", "1", "--token-scale", "0.004", "--grace-period", "3")
 
@@ -38,7 +38,7 @@ class LoadGenerator:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"},
+            env=os.environ | {"PYTHONPATH": PYTHONPATH, "COLUMNS": "160"},
             cwd=ROOT,
         )
         self.lines: list[str] = []

@@ -18,6 +18,7 @@ from megamoe import Path
 from megamoe.errors import PeerTimeoutError, UnavailableError
 from service.client import AsyncFront, AsyncMoeGroup
 from tests.e2e.harness import (
+    PYTHONPATH,
     ROOT,
     STEP_TIMEOUT_S,
     ServiceProcess,
@@ -81,7 +82,7 @@ def kill_a_caller_in_mid_step(front: str) -> None:
         "                    print('layer', flush=True)\n"
         "asyncio.run(main())\n"
     )
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
     victim = subprocess.Popen(
         [sys.executable, "-c", script, front], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
     )
