@@ -32,9 +32,10 @@ def sub_step(path: Path, rows: int) -> SubStep:
 
 def test_a_slot_that_is_bound_anew_loses_its_graphs_and_no_others() -> None:
     graph: Any = object()
-    graphs = StepGraphs()
+    stream: Any = None  # nothing is captured here
+    graphs = StepGraphs(stream)
     keys = [GraphKey(slot, 0, recipe, False, False) for slot in (0, 1) for recipe in (7, 8)]
-    graphs._graphs = dict.fromkeys(keys, graph)
+    graphs._graphs = dict.fromkeys(keys, (1, graph))
     graphs.forget(0)
     assert list(graphs._graphs) == keys[2:]
     assert len(graphs) == 2

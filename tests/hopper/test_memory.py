@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megamoe.backends.hopper import driver, memory
-from megamoe.errors import ConfigError, HeapError, InvalidArgumentError
+from megamoe.errors import ConfigError, HeapError, InternalError, InvalidArgumentError
 from megamoe.memory import HostMemory, MemoryHandle, MemoryKind
 
 GPU = torch.device("cuda", 1)
@@ -25,6 +26,7 @@ class Driver:
         self.contexts = 0
         self.opens = 0
         self.closed: list[int] = []
+        self.launched: list[tuple[int, int]] = []
 
     def allocate(self, name: bytes, num_bytes: int) -> torch.Tensor:
         self.allocations[name.ljust(64, b"\1")] = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -39,9 +41,6 @@ class Driver:
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
         assert device.value == GPU.index
-        return 0
-
-    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:
         return 0
 
     def cuCtxPushCurrent_v2(self, context: Any) -> int:
@@ -81,19 +80,28 @@ class Driver:
         address._obj.value = found.data_ptr()
         return 0
 
+    def cuGraphLaunch(self, graph: Any, stream: Any) -> int:
+        assert self.contexts == 1
+        if not graph.value:
+            return 1
+        self.launched.append((graph.value, stream.value))
+        return 0
+
     def cuIpcCloseMemHandle(self, address: Any) -> int:
         self.closed.append(address.value)
         return 0
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     fake = Driver()
     monkeypatch.setattr(driver, "_library", lambda: fake)
     monkeypatch.setattr(memory, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(memory, "tensor_at", tensor_at)
     monkeypatch.setattr(memory, "_lent", set())
-    return fake
+    driver.context_of.cache_clear()
+    yield fake
+    driver.context_of.cache_clear()
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -117,10 +125,25 @@ def test_an_allocation_is_exported_with_the_offset_in_it(played: Driver) -> None
     assert played.contexts == 0
 
 
+def lent(whole: torch.Tensor) -> Any:
+    """A tensor that counts as one of the GPU."""
+    return SimpleNamespace(
+        is_cuda=True, is_contiguous=lambda: True, data_ptr=whole.data_ptr, nbytes=64, device=GPU
+    )
+
+
 def test_memory_without_a_handle_is_said_by_the_drivers_name(played: Driver) -> None:
     elsewhere = torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="cuMemGetAddressRange_v2 .*CUDA_ERROR_INVALID_VALUE"):
-        driver.export_allocation(elsewhere.data_ptr(), GPU.index)
+    with pytest.raises(ConfigError, match="from cudaMalloc .*cuMemGetAddressRange_v2 .*INVALID_VALUE"):
+        memory.export_tensor(lent(elsewhere))
+    assert played.contexts == 0
+
+
+def test_a_graph_is_launched_in_the_context_of_its_gpu(played: Driver) -> None:
+    driver.launch_graph(11, 22, GPU.index)
+    assert played.launched == [(11, 22)]
+    with pytest.raises(InternalError, match="result of cuGraphLaunch must be CUDA_SUCCESS, got CUDA_ERROR"):
+        driver.launch_graph(0, 22, GPU.index)
     assert played.contexts == 0
 
 
@@ -165,12 +188,9 @@ def test_what_cannot_be_opened_is_refused_by_name(played: Driver) -> None:
     assert played.contexts == 0
 
 
-def test_a_process_does_not_open_what_it_lends(played: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_does_not_open_what_it_lends(played: Driver) -> None:
     whole = played.allocate(b"a", 4096)
-    lent: Any = SimpleNamespace(
-        is_cuda=True, is_contiguous=lambda: True, data_ptr=whole.data_ptr, nbytes=64, device=GPU
-    )
-    handle = memory.export_tensor(lent)
+    handle = memory.export_tensor(lent(whole))
     assert (handle.offset, handle.num_bytes, handle.device) == (0, 64, UUID)
     with pytest.raises(InvalidArgumentError, match="of another process, got of this one"):
         memory.DeviceMemory.open(handle, GPU)

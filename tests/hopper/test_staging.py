@@ -5,6 +5,10 @@ Every tensor here counts as one on the host; "device" buffers of a staging are h
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +18,7 @@ from megamoe.backends.hopper.staging import Staging
 
 SHAPE = MoeShape(hidden=96, intermediate=64, num_experts=16, num_topk=4)
 CPU = torch.device("cpu")
+STREAM: Any = SimpleNamespace(current=nullcontext)
 
 
 def batch_of(num_rows: int = 5, *, quantized: bool = False) -> MoeBatch:
@@ -43,7 +48,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("in_place_bytes", [0, 1 << 20])
 def test_ordinary_rows_take_one_copy_each_way(quantized: bool, in_place_bytes: int) -> None:
-    rooms, batch = Staging(SHAPE, 16, CPU), batch_of(quantized=quantized)
+    rooms, batch = Staging(SHAPE, 16, CPU, STREAM), batch_of(quantized=quantized)
     rooms.in_place_bytes = in_place_bytes
     out = torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
     result = rooms.outgoing(out)
@@ -67,7 +72,7 @@ def test_ordinary_rows_take_one_copy_each_way(quantized: bool, in_place_bytes: i
 def test_a_few_pinned_rows_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned(monkeypatch)
     batch, out = batch_of(), torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
-    rooms = Staging(SHAPE, 16, CPU)
+    rooms = Staging(SHAPE, 16, CPU, STREAM)
     result = rooms.outgoing(out)
     assert result == (out, out, out)
     at = rooms.bring(batch, result)
@@ -81,7 +86,7 @@ def test_many_pinned_rows_are_copied_to_the_device_and_back_without_a_stop(
 ) -> None:
     pinned(monkeypatch)
     batch, out = batch_of(), torch.zeros((5, SHAPE.hidden), dtype=torch.bfloat16)
-    rooms = Staging(SHAPE, 16, CPU)
+    rooms = Staging(SHAPE, 16, CPU, STREAM)
     rooms.in_place_bytes = 100
     result = rooms.outgoing(out)
     at = rooms.bring(batch, result)
@@ -94,8 +99,8 @@ def test_many_pinned_rows_are_copied_to_the_device_and_back_without_a_stop(
 def test_memory_that_begins_between_pieces_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels move 16 bytes at a time."""
     pinned(monkeypatch)
-    odd = torch.zeros(5 * SHAPE.hidden + 1, dtype=torch.bfloat16)[1:].view(5, SHAPE.hidden)
-    rooms, batch = Staging(SHAPE, 16, CPU), batch_of()
+    odd = torch.ones(5 * SHAPE.hidden + 1, dtype=torch.bfloat16)[1:].view(5, SHAPE.hidden)
+    rooms, batch = Staging(SHAPE, 16, CPU, STREAM), batch_of()
     result = rooms.outgoing(odd)
     assert result.landed is not odd
     at = rooms.bring(MoeBatch(odd, batch.topk_ids, batch.topk_weights), result)

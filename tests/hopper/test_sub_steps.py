@@ -157,8 +157,8 @@ def batch_of(rows: int) -> MoeBatch:
 
 
 def steps_of(kernels: Kernels, stream: Stream, graphs: Graphs | None) -> SubSteps:
-    staging = Staging(SHAPE, 16, CPU)
-    parts: tuple[Any, ...] = (kernels, staging, stream, graphs)
+    played: Any = stream
+    parts: tuple[Any, ...] = (kernels, Staging(SHAPE, 16, CPU, played), stream, graphs)
     return SubSteps(*parts)
 
 

@@ -66,7 +66,8 @@ class HopperBackend:
         self.buffers = RankBuffers(
             layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
         )
-        self.staging = Staging(bundle.shape, layout.capacity, self.device)
+        self.stream = RankStream(self.device)
+        self.staging = Staging(bundle.shape, layout.capacity, self.device, self.stream)
         device = Device(properties.multi_processor_count, devices.count(devices[rank]))
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
@@ -83,9 +84,8 @@ class HopperBackend:
         )
         reach_peers(self._group.of_this_process(), self.device)
         self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
-        self.stream = RankStream(self.device)
         # Instantiating a graph may wait for the device, and so for a kernel of a peer that waits for this rank.
-        self.graphs = StepGraphs() if device.num_virtual_ranks == 1 else None
+        self.graphs = StepGraphs(self.stream) if device.num_virtual_ranks == 1 else None
         self._sub_steps = SubSteps(self.kernels, self.staging, self.stream, self.graphs)
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots
         self._pins: list[Pin] = []

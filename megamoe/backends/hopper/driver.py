@@ -1,13 +1,13 @@
-"""The few calls of the CUDA driver that torch does not offer: allocations by handle, between processes of one host."""
+"""The few calls of the CUDA driver that torch does not offer or that cost less here: allocations by handle, between
+processes of one host, and launching a captured graph."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
+from types import TracebackType
 
-from megamoe.errors import ConfigError, must_be
+from megamoe.errors import ConfigError, InternalError, must_be
 
 HANDLE_BYTES = 64
 _LIBRARY = "libcuda.so.1"
@@ -15,7 +15,7 @@ _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: memory of another GPU is reached over NVLink."""
 
 
-class DriverError(ConfigError):
+class DriverError(InternalError):
     """A call of the CUDA driver failed. name: of its error, as CUDA_ERROR_INVALID_VALUE."""
 
     def __init__(self, call: str, name: str) -> None:
@@ -46,21 +46,34 @@ def _call(name: str, *arguments: object) -> None:
         raise DriverError(name, (said.value or str(code).encode()).decode())
 
 
-@contextmanager
-def _context(device_idx: int) -> Iterator[None]:
-    """The primary context of a GPU, which torch uses too, is this thread's in here."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    _call("cuInit", 0)
-    _call("cuDeviceGet", ctypes.byref(device), device_idx)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    try:
-        _call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            _call("cuCtxPopCurrent_v2", ctypes.byref(context))
-    finally:
-        _call("cuDevicePrimaryCtxRelease_v2", device)
+class Context:
+    """The primary context of a GPU, which torch uses too: the calling thread's, inside `with`."""
+
+    def __init__(self, device_idx: int) -> None:
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        _call("cuInit", 0)
+        _call("cuDeviceGet", ctypes.byref(device), device_idx)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def __enter__(self) -> None:
+        _call("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@cache
+def context_of(device_idx: int) -> Context:
+    """Kept for good: torch keeps the primary context as long as the process lives."""
+    return Context(device_idx)
+
+
+def launch_graph(graph: int, stream: int, device_idx: int) -> None:
+    """Queue an instantiated graph (cudaGraphExec_t) on a stream of a GPU, whatever stream and GPU are current."""
+    with context_of(device_idx):
+        _call("cuGraphLaunch", ctypes.c_void_p(graph), ctypes.c_void_p(stream))
 
 
 def export_allocation(address: int, device_idx: int) -> tuple[bytes, int]:
@@ -69,7 +82,7 @@ def export_allocation(address: int, device_idx: int) -> tuple[bytes, int]:
     Raises DriverError for memory that no handle is made for: not from cudaMalloc, as torch's expandable segments.
     """
     base, handle = ctypes.c_uint64(), Handle()
-    with _context(device_idx):
+    with context_of(device_idx):
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(address))
         _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
     return bytes(handle), address - base.value
@@ -81,7 +94,7 @@ def open_allocation(payload: bytes, device_idx: int) -> int:
     Raises DriverError: no such allocation, or one of this process.
     """
     address = ctypes.c_uint64()
-    with _context(device_idx):
+    with context_of(device_idx):
         handle = Handle.from_buffer_copy(payload)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
     return address.value
@@ -89,5 +102,5 @@ def open_allocation(payload: bytes, device_idx: int) -> int:
 
 def close_allocation(address: int, device_idx: int) -> None:
     """Give an opened allocation back. Nothing may use it any more."""
-    with _context(device_idx):
+    with context_of(device_idx):
         _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))

@@ -12,29 +12,33 @@ from collections.abc import Callable
 import torch
 
 from megamoe.backends.hopper.call import GraphKey
+from megamoe.backends.hopper.stream import RankStream
 
 
 class StepGraphs:
-    """Graphs of one rank, captured when first wanted."""
+    """Graphs of one rank, captured on its stream when first wanted."""
 
-    def __init__(self) -> None:
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+    def __init__(self, stream: RankStream) -> None:
+        self._stream = stream
+        self._graphs: dict[GraphKey, tuple[int, torch.cuda.CUDAGraph]] = {}
 
     def replay(self, key: GraphKey, launch: Callable[[], None]) -> None:
-        """Queue the sub-step that `launch` would launch on the current stream. Its kernels must be
-        loaded already."""
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph: that waits for the device, and so for kernels that may wait for this rank. Other
-            # threads go on with work of theirs.
+        """Queue the sub-step that `launch` would launch on the current stream. Its kernels must be loaded already."""
+        graph, _ = self._graphs.get(key) or self._capture(key, launch)
+        self._stream.launch(graph)
+
+    def _capture(self, key: GraphKey, launch: Callable[[], None]) -> tuple[int, torch.cuda.CUDAGraph]:
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: that waits for the device, and so for kernels that may wait for this rank. Other
+        # threads go on with work of theirs.
+        with self._stream.current():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 launch()
             finally:
                 graph.capture_end()
-            self._graphs[key] = graph
-        graph.replay()
+        self._graphs[key] = graph.raw_cuda_graph_exec(), graph
+        return self._graphs[key]
 
     def forget(self, slot_idx: int) -> None:
         """Drop the graphs of a slot, whose weights change."""

@@ -38,7 +38,11 @@ def export_tensor(tensor: torch.Tensor) -> MemoryHandle:
         raise InvalidArgumentError(
             must_be("lent tensor", "contiguous and on a GPU", f"{list(tensor.stride())} on {tensor.device}")
         )
-    payload, offset = driver.export_allocation(tensor.data_ptr(), tensor.device.index)
+    try:
+        payload, offset = driver.export_allocation(tensor.data_ptr(), tensor.device.index)
+    except driver.DriverError as error:
+        wanted = "from cudaMalloc (not of expandable segments)"
+        raise ConfigError(must_be("allocation of the lent tensor", wanted, str(error))) from error
     with _lock:
         _lent.add(payload)
     return MemoryHandle(

@@ -9,11 +9,13 @@ Nothing here allocates after construction, for the same reason.
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 
 from megamoe.backends.hopper.buffers import Addresses
+from megamoe.backends.hopper.stream import RankStream
 from megamoe.batch import MoeBatch
 from megamoe.shape import MX_BLOCK, MoeShape
 
@@ -21,6 +23,10 @@ ALIGNMENT = 16
 """Kernels move rows in pieces of this many bytes."""
 IN_PLACE_BYTES = 2 << 20
 """Rows on the host of up to so many bytes are read and written by kernels over PCIe; docs/hopper.md says why."""
+
+
+_SMALL_BYTES = 1 << 15
+"""What one thread copies sooner than torch begins to."""
 
 
 class Outgoing(NamedTuple):
@@ -60,7 +66,8 @@ def reachable(tensor: torch.Tensor) -> bool:
 class Staging:
     """Buffers for up to `capacity` rows of one rank."""
 
-    def __init__(self, shape: MoeShape, capacity: int, device: torch.device) -> None:
+    def __init__(self, shape: MoeShape, capacity: int, device: torch.device, stream: RankStream) -> None:
+        self._stream = stream
         self.in_place_bytes = IN_PLACE_BYTES
         columns = {
             "hidden": (shape.hidden, torch.bfloat16),
@@ -77,7 +84,7 @@ class Staging:
         self._dev = {name: torch.empty_like(host, device=device) for name, host in self._host.items()}
 
     def bring(self, batch: MoeBatch, result: Outgoing) -> Addresses:
-        """The batch where kernels reach it, copied on the current stream as far as need be."""
+        """The batch where kernels reach it, copied on the rank's stream as far as need be."""
         scales = batch.hidden_states_sf
         ids, ids_src = self._table("ids", batch.topk_ids)
         weights, weights_src = self._table("weights", batch.topk_weights)
@@ -96,11 +103,16 @@ class Staging:
         if in_place(tensor):
             return tensor.data_ptr()
         if tensor.is_cuda:
-            return self._dev[name][: len(tensor)].copy_(tensor).data_ptr()
-        pinned = self._pinned(name, tensor)
-        if pinned.nbytes <= self.in_place_bytes:
-            return pinned.data_ptr()
-        return self._dev[name][: len(tensor)].copy_(pinned, non_blocking=True).data_ptr()
+            return self._copied(name, tensor)
+        address = self._pinned(name, tensor)
+        if tensor.nbytes <= self.in_place_bytes:
+            return address
+        return self._copied(name, tensor if address == tensor.data_ptr() else self._host[name][: len(tensor)])
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> int:
+        """Address of its copy on the device: from there or from pinned memory."""
+        with self._stream.current():
+            return self._dev[name][: len(tensor)].copy_(tensor, non_blocking=True).data_ptr()
 
     def _table(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
         """Ids or weights, which kernels read often, in device memory; and the address on the host that the first
@@ -108,12 +120,19 @@ class Staging:
         if in_place(tensor):
             return tensor.data_ptr(), 0
         if tensor.is_cuda:
-            return self._dev[name][: len(tensor)].copy_(tensor).data_ptr(), 0
-        return self._dev[name].data_ptr(), self._pinned(name, tensor).data_ptr()
+            return self._copied(name, tensor), 0
+        return self._dev[name].data_ptr(), self._pinned(name, tensor)
 
-    def _pinned(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor itself if it is pinned, or its copy in the twin."""
-        return tensor if reachable(tensor) else self._host[name][: len(tensor)].copy_(tensor)
+    def _pinned(self, name: str, tensor: torch.Tensor) -> int:
+        """Address of a host tensor itself if it is pinned, or of its copy in the twin."""
+        if reachable(tensor):
+            return tensor.data_ptr()
+        twin = self._host[name]
+        if tensor.nbytes <= _SMALL_BYTES and tensor.is_contiguous():
+            ctypes.memmove(twin.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        else:
+            twin[: len(tensor)] = tensor
+        return twin.data_ptr()
 
     def outgoing(self, out: torch.Tensor) -> Outgoing:
         """Where kernels write the result of a call, and how it comes to `out`."""

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from megamoe.backends.hopper import driver
+
 
 class RankStream:
     """One rank's, on its GPU. Events are made once and used again: making one costs more than recording it."""
@@ -13,6 +15,7 @@ class RankStream:
     def __init__(self, device: torch.device) -> None:
         self._device_idx = device.index
         self._stream = torch.cuda.Stream(device)
+        self._handle: int = self._stream.cuda_stream
         self._caller = torch.cuda.Event()
         self._marks: list[torch.cuda.Event] = []
 
@@ -20,6 +23,10 @@ class RankStream:
         """In here it is the current stream, and its GPU the current one."""
         entered: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return entered
+
+    def launch(self, graph: int) -> None:
+        """Queue an instantiated graph (cudaGraphExec_t). To make the stream the current one would cost more."""
+        driver.launch_graph(graph, self._handle, self._device_idx)
 
     def after_caller(self) -> None:
         """What follows here waits for all that this thread's current stream holds."""

@@ -54,16 +54,16 @@ class SubSteps:
         recipe = self._recipes.of(launch.sub_step)
         if batch.hidden_states.is_cuda or batch.topk_ids.is_cuda or out.is_cuda:
             self._stream.after_caller()
+        result = self._staging.outgoing(out)
+        call = self._call = Call(launch, layer, recipe, batch, result)
+        self._ask(launch, self._staging.bring(batch, result))
+        if self._graphs is not None and recipe.captured:
+            self._graphs.replay(call.graph_key, partial(self._launch_all, call))
+            call.in_graph = True
+            return
         with self._stream.current():
-            result = self._staging.outgoing(out)
-            call = self._call = Call(launch, layer, recipe, batch, result)
-            self._ask(launch, self._staging.bring(batch, result))
-            if self._graphs is not None and recipe.captured:
-                self._graphs.replay(call.graph_key, partial(self._launch_all, call))
-                call.in_graph = True
-            else:
-                self._kernels.take(recipe.grid_rows)
-                self._mark(call, "begin")
+            self._kernels.take(recipe.grid_rows)
+        self._mark(call, "begin")
 
     def _ask(self, launch: Launch, at: Addresses) -> None:
         """Write the request to where the first kernel takes it from. Nothing may be under way."""
