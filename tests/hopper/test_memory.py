@@ -222,11 +222,13 @@ class Cudart:
         return 0
 
 
-def test_shared_memory_of_the_host_is_pinned_while_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_of_the_host_is_pinned_while_it_is_open(
+    played: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     theirs = HostMemory.share(8192)
-    opened = memory.PinnedMemory(HostMemory.open(theirs.handle))
+    opened = memory.PinnedMemory(HostMemory.open(theirs.handle), GPU)
     assert list(cudart.pinned.values()) == [8192]
     theirs.tensor(64, (3,), torch.int32).copy_(torch.tensor([1, 2, 3]))
     assert opened.tensor(64, (3,), torch.int32).tolist() == [1, 2, 3]
@@ -236,11 +238,13 @@ def test_shared_memory_of_the_host_is_pinned_while_it_is_open(monkeypatch: pytes
     theirs.close()
 
 
-def test_memory_that_cannot_be_pinned_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_refused_with_its_size(
+    played: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(refused=4096))
     with pytest.raises(HeapError, match="4096 bytes of host memory must be possible to pin, got error 2"):
-        memory.Pin(torch.zeros(4096, dtype=torch.uint8))
+        memory.Pin(torch.zeros(4096, dtype=torch.uint8), GPU)
     theirs = HostMemory.share(4096)
     with pytest.raises(HeapError):
-        memory.PinnedMemory(HostMemory.open(theirs.handle))
+        memory.PinnedMemory(HostMemory.open(theirs.handle), GPU)
     theirs.close()

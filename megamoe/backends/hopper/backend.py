@@ -88,7 +88,7 @@ class HopperBackend:
         self.graphs = StepGraphs(self.stream) if device.num_virtual_ranks == 1 else None
         self._sub_steps = SubSteps(self.kernels, self.staging, self.stream, self.graphs)
         self._layers: list[BoundLayer | None] = [None] * layout.num_slots
-        self._pins: list[Pin] = []
+        self._pins: set[Pin] = set()
         self._closed = False
 
     # ------------------------------------------------------------------------------------------- binding
@@ -160,12 +160,17 @@ class HopperBackend:
         """
         if handle.kind == MemoryKind.CUDA_IPC:
             return DeviceMemory.open(handle, self.device)
-        return PinnedMemory(HostMemory.open(handle))
+        return PinnedMemory(HostMemory.open(handle), self.device)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        pin = Pin(memory)
-        self._pins.append(pin)
-        return pin.close
+        pin = Pin(memory, self.device)
+        self._pins.add(pin)
+
+        def undo() -> None:
+            self._pins.discard(pin)
+            pin.close()
+
+        return undo
 
     def close(self) -> None:
         if self._closed:

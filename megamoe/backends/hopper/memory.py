@@ -7,7 +7,6 @@ write results there: nothing is copied, nothing passes the host.
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 
@@ -159,11 +158,12 @@ class DeviceMemory:
 class PinnedMemory:
     """Shared memory of a caller on the host, registered so that kernels reach it. Implements OpenMemory."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory, device: torch.device) -> None:
+        """Raises HeapError, and closes the memory, when the driver cannot pin it."""
         self._memory = memory
         self._pin: Pin | None = None
         try:
-            self._pin = Pin(memory.tensor(0, (memory.num_bytes,), torch.uint8))
+            self._pin = Pin(memory.tensor(0, (memory.num_bytes,), torch.uint8), device)
         except BaseException:
             memory.close()
             raise
@@ -182,23 +182,26 @@ class PinnedMemory:
 
 
 class Pin:
-    """Host memory that all GPUs of this process reach at its own address, until `close`."""
+    """Host memory that a GPU reaches at its own address, until `close`. From any thread."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         """memory: contiguous, on the host. Raises HeapError when the driver cannot pin it."""
-        self._memory: torch.Tensor | None = memory
-        cudart: Any = torch.cuda.cudart()
-        code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        self._memory: torch.Tensor | None = None
+        # A thread that never used CUDA would begin a context on the first GPU.
+        self._context = driver.context_of(device.index)
+        with self._context:
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if code:
-            self._memory = None
             got = f"error {code} of cudaHostRegister"
             raise HeapError(must_be(f"{memory.nbytes} bytes of host memory", "possible to pin", got))
+        self._memory = memory
 
     def close(self) -> None:
         """Safe to call twice. No kernel may use the memory any more."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            with self._context:
+                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class _Interface:
