@@ -225,7 +225,7 @@ def _measure(
 
 def _device(moe: MoeRank, settings: Settings) -> str:
     """Where rows lie with transport memory: with ranks on GPUs, on the rank's."""
-    if settings.device or MemoryKind.POSIX_SHM in moe.memory_kinds:
-        return settings.device
+    if settings.device or MemoryKind.CUDA_IPC not in moe.memory_kinds:
+        return settings.device.removeprefix("cpu")
     used = min(moe.info.num_ranks, torch.cuda.device_count())
     return f"cuda:{moe.rank * used // moe.info.num_ranks}"

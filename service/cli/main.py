@@ -140,7 +140,9 @@ def bench_calls(
     calls: Annotated[int, typer.Option(min=3, help="timed layer calls a transport and size")] = 200,
     phase: Annotated[str, typer.Option(help="decode or prefill")] = "decode",
     spin_us: Annotated[float, typer.Option(min=0, help="how long callers spin before they sleep")] = 0.0,
-    device: Annotated[str, typer.Option(help="of rows with transport memory; default: the rank's own")] = "",
+    device: Annotated[
+        str, typer.Option(help="of rows with transport memory: cpu, cuda:0, ...; default: the rank's own")
+    ] = "",
 ) -> None:
     """What a layer call costs beyond the layer: a caller process a rank against a running service on this host."""
     from service.cli.bench_calls import Settings, print_bench_calls

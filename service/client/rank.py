@@ -131,14 +131,14 @@ class MoeRank:
         """Memory that the rank reads rows from and writes results to: `.tensor(offset, shape, dtype)` of it may be
         `hidden_states`, `hidden_states_sf` and `out` of layer calls. Offsets are multiples of 16 bytes.
 
-        device: for a rank on a GPU, the same GPU as torch names it here. Ends with this object, or at `unshare`.
+        device: for a rank on a GPU, the same GPU as torch names it here; "" = memory of the host. It ends with this
+        object, or at `unshare`.
         """
+        kind = MemoryKind.CUDA_IPC if device else MemoryKind.POSIX_SHM
         kinds = self._transport.memory_kinds
-        if not kinds:
-            raise InvalidArgumentError(
-                must_be("transport", "'memory' with a rank that opens memory", "none of that")
-            )
-        kind = MemoryKind.POSIX_SHM if not device and MemoryKind.POSIX_SHM in kinds else kinds[0]
+        if kind not in kinds:
+            opened = ", ".join(kinds) or "none with this transport"
+            raise InvalidArgumentError(must_be("kind of memory", f"one that the rank opens ({opened})", kind))
         memory = share_memory(num_bytes, kind=kind, device=device)
         try:
             self._transport.lend(memory)
