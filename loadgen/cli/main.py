@@ -135,6 +135,9 @@ def main(
         str, typer.Option(help="name under which the service is leased [loadgen-<host>-<pid>]")
     ] = "",
     wait_ready: Annotated[float, typer.Option(help="seconds to wait until the service is ready")] = 60.0,
+    transport: Annotated[
+        str, typer.Option(help="how rows reach the service: grpc, or ring (shared memory of its host)")
+    ] = "grpc",
     plain: Annotated[bool, typer.Option("--plain", help="progress as lines, also on a terminal")] = False,
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -162,6 +165,7 @@ def main(
             # Two generators under one name would share a lease, and trip over each other's steps.
             holder=holder or f"loadgen-{socket.gethostname()}-{os.getpid()}",
             wait_ready_s=wait_ready,
+            transport=transport,
             routing=routing,
             plain=plain,
             num_drafts=drafts,

@@ -23,6 +23,7 @@ class Options:
     profile: str
     holder: str
     wait_ready_s: float
+    transport: str
     routing: str
     plain: bool
     scenario: dict[str, Any]

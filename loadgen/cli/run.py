@@ -48,7 +48,11 @@ def run_all(options: Options, sweep: tuple[int, ...], console: Console) -> int:
 async def run(options: Options, console: Console) -> int:
     """One run from lease to report; returns the exit status. Raises MegaMoeError when it cannot begin."""
     async with open_moe(
-        options.simulated, options.target, holder=options.holder, wait_ready_s=options.wait_ready_s
+        options.simulated,
+        options.target,
+        holder=options.holder,
+        wait_ready_s=options.wait_ready_s,
+        transport=options.transport,
     ) as (moe, clock):
         chosen = options.workload.fitted(options.resolve(moe.info.profile), moe.info)
         config = chosen.scenario

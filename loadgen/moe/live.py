@@ -40,8 +40,9 @@ def tier_info(info: ServiceInfo) -> TierInfo:
 class LiveTier:
     """A leased service. Made by `connect`. on_restart: told when `renew` has leased another incarnation of it."""
 
-    def __init__(self, target: str, holder: str, wait_ready_s: float) -> None:
+    def __init__(self, target: str, holder: str, wait_ready_s: float, transport: str = "grpc") -> None:
         self._target = target
+        self._transport = transport
         self._holder = holder
         self._wait_ready_s = wait_ready_s
         self._leased = contextlib.AsyncExitStack()
@@ -51,11 +52,16 @@ class LiveTier:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def connect(cls, target: str, *, holder: str, wait_ready_s: float) -> AsyncIterator[LiveTier]:
-        """Lease the service whose front is at `target` (host:port). Raises MegaMoeError when that fails."""
+    async def connect(
+        cls, target: str, *, holder: str, wait_ready_s: float, transport: str = "grpc"
+    ) -> AsyncIterator[LiveTier]:
+        """Lease the service whose front is at `target` (host:port). Raises MegaMoeError when that fails.
+
+        transport: "grpc", or "ring" for rows through shared memory of the service's host.
+        """
         if not 0 <= wait_ready_s < math.inf:
             raise ConfigError(must_be("wait_ready", "at least 0, and finite", wait_ready_s))
-        tier = cls(target, holder, wait_ready_s)
+        tier = cls(target, holder, wait_ready_s, transport)
         await tier._lease(wait_ready_s)
         try:
             yield tier
@@ -63,7 +69,9 @@ class LiveTier:
             await tier._leased.aclose()
 
     async def _lease(self, wait_ready_s: float) -> None:
-        group = AsyncMoeGroup.connect(self._target, holder=self._holder, wait_ready_s=wait_ready_s)
+        group = AsyncMoeGroup.connect(
+            self._target, holder=self._holder, wait_ready_s=wait_ready_s, transport=self._transport
+        )
         self._group = await self._leased.enter_async_context(group)
         self.info = tier_info(self._group.info)
 

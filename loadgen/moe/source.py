@@ -36,11 +36,18 @@ class SimulatedMoe:
 
 @contextlib.asynccontextmanager
 async def open_moe(
-    simulated: SimulatedMoe | None, target: str, *, holder: str, wait_ready_s: float
+    simulated: SimulatedMoe | None,
+    target: str,
+    *,
+    holder: str,
+    wait_ready_s: float,
+    transport: str = "grpc",
 ) -> AsyncIterator[tuple[MoeTier | TableTier, Clock]]:
     """The MoE tier of a run and the clock that goes with it. Raises MegaMoeError when the service cannot be leased."""
     if simulated is not None:
         yield TableTier(simulated.table, simulated.enabled), VirtualClock()
         return
-    async with LiveTier.connect(target, holder=holder, wait_ready_s=wait_ready_s) as live:
+    async with LiveTier.connect(
+        target, holder=holder, wait_ready_s=wait_ready_s, transport=transport
+    ) as live:
         yield live, RealClock()

@@ -60,11 +60,15 @@ class MoeGroup:
 
     @classmethod
     @contextlib.contextmanager
-    def connect(cls, front: str, *, holder: str, wait_ready_s: float = 30.0) -> Iterator[MoeGroup]:
+    def connect(
+        cls, front: str, *, holder: str, wait_ready_s: float = 30.0, transport: str = "grpc"
+    ) -> Iterator[MoeGroup]:
         """See AsyncMoeGroup.connect."""
         loop = Loop()
         try:
-            manager = AsyncMoeGroup.connect(front, holder=holder, wait_ready_s=wait_ready_s)
+            manager = AsyncMoeGroup.connect(
+                front, holder=holder, wait_ready_s=wait_ready_s, transport=transport
+            )
             group = loop.run(manager.__aenter__())
             try:
                 yield cls(group, loop)

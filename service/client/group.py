@@ -19,6 +19,7 @@ from megamoe.errors import InvalidArgumentError, MegaMoeError, StaleCallError, U
 from service.client.errors import worst
 from service.client.front import AsyncFront
 from service.client.info import ServiceInfo
+from service.client.ring_stream import RingStream
 from service.client.stream import RankStream, Reply
 from service.client.values import GroupOutput, Rows, add_rows, num_rows_of, phases_of
 from service.net import codec, wire
@@ -32,11 +33,13 @@ _CLOSE_AFTER_S = 0.05
 class AsyncMoeGroup:
     """All ranks of a service, leased. Made by `connect`."""
 
-    def __init__(self, front: AsyncFront, info: ServiceInfo, streams: list[RankStream], holder: str) -> None:
+    def __init__(
+        self, front: AsyncFront, info: ServiceInfo, streams: Sequence[RankStream], holder: str
+    ) -> None:
         self.front = front
         self.info = info
         self.holder = holder
-        self.streams = streams
+        self.streams: list[RankStream | RingStream] = list(streams)
         self.lease_serial = 0
         self.generation = info.generation
         self.next_sequence = 0
@@ -49,13 +52,16 @@ class AsyncMoeGroup:
     @classmethod
     @contextlib.asynccontextmanager
     async def connect(
-        cls, front: str, *, holder: str, wait_ready_s: float = 30.0
+        cls, front: str, *, holder: str, wait_ready_s: float = 30.0, transport: str = "grpc"
     ) -> AsyncIterator[AsyncMoeGroup]:
         """Lease all ranks of the service at `front` (host:port) for the caller group called `holder`.
 
+        transport: how steps travel: "grpc", or "ring" through shared memory of the service's host.
         Raises UnavailableError when the service is not ready within wait_ready_s, LeaseHeldError naming the holder
         when another group has it.
         """
+        if transport not in ("grpc", "ring"):
+            raise InvalidArgumentError(must_be("transport", "'grpc' or 'ring'", repr(transport)))
         async with AsyncFront(front) as opened:
             info = await opened.wait_ready(wait_ready_s)
             limit = info.limits.max_message_bytes
@@ -67,6 +73,8 @@ class AsyncMoeGroup:
             keeper: asyncio.Task[None] | None = None
             try:
                 await group._take_lease()
+                if transport == "ring":
+                    await group._open_rings()
                 keeper = asyncio.create_task(group._keep_lease(), name="lease keeper")
                 yield group
             finally:
@@ -87,6 +95,18 @@ class AsyncMoeGroup:
         self.lease_serial, self.generation = said.pop()
         self.next_sequence = max(g.next_sequence for g in granted)
         self._next_step_id = max(g.next_step_id for g in granted)
+
+    async def _open_rings(self) -> None:
+        limits = self.info.limits
+        for rank, stream in enumerate(self.streams):
+            assert isinstance(stream, RankStream)
+            self.streams[rank] = await RingStream.open(
+                stream,
+                self.info.shape,
+                self.lease_serial,
+                num_calls=limits.max_micro_batches,
+                timeout_s=limits.step_timeout_s + _MARGIN_S,
+            )
 
     async def _keep_lease(self) -> None:
         """Traffic of any kind keeps the lease; an idle caller sends a Lease now and then."""

@@ -21,6 +21,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from loadgen.moe.live import LiveTier
 from megamoe import MoeBatch, MoeShape, SharedMemory, random_layer_weights
 from megamoe.errors import (
     InvalidArgumentError,
@@ -376,11 +377,27 @@ def test_other_callers_are_served_beside_it(front: str) -> None:
     """A holder of all ranks through gRPC, after one through rings, and the front's own door."""
     both(front, "ring", lambda moe: layer(moe, 2))
     batches = [rows(3, seed=rank, shape=SHAPE) for rank in range(2)]
-    with MoeGroup.connect(front, holder="group") as moe, moe.step([3, 3]) as step:
-        outs = step.layer(1, batches)
+    outs = []
+    for transport in ("grpc", "ring"):
+        with MoeGroup.connect(front, holder="group", transport=transport) as moe:
+            with moe.step([3, 3]) as step:
+                outs.append(step.layer(1, batches).hidden_states)
+                with pytest.raises(InvalidArgumentError, match="layer_idx must be from 0 to 1"):
+                    step.layer(9, batches)
+            with moe.step([0, 3]) as step:
+                assert step.layer(0, [None, batches[1]]).hidden_states[0].shape == (0, SHAPE.hidden)
     with Front(front) as door:
-        stepped = door.forward_step(1, batches)
-    assert all(torch.equal(a, b) for a, b in zip(outs.hidden_states, stepped.hidden_states))
+        outs.append(door.forward_step(1, batches).hidden_states)
+    assert all(torch.equal(a, b) for got in outs for a, b in zip(got, outs[0]))
+
+
+async def test_the_load_generator_may_use_rings(front: str, service: ServiceProcess) -> None:
+    batches = [rows(3, seed=rank, shape=SHAPE) for rank in range(2)]
+    async with LiveTier.connect(front, holder="load", wait_ready_s=10.0, transport="ring") as tier:
+        assert len(rings(service)) == 2
+        async with tier.step(num_rows_per_rank=[3, 3], phase=["decode", "decode"]) as step:
+            outcome = await step.layer(0, batches)
+    assert outcome.num_rows_per_rank == (3, 3)
 
 
 def test_a_restarted_caller_group_takes_the_place_of_its_earlier_run(front: str) -> None:

@@ -48,7 +48,9 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RealTimeTier]:
         seen = [0]
 
         @contextlib.asynccontextmanager
-        async def connected(target: str, *, holder: str, wait_ready_s: float) -> AsyncIterator[RealTimeTier]:
+        async def connected(
+            target: str, *, holder: str, wait_ready_s: float, transport: str
+        ) -> AsyncIterator[RealTimeTier]:
             yield tier
 
         async def scrape(urls: tuple[str, ...]) -> Counters:

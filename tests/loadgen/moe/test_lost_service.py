@@ -132,7 +132,9 @@ class FakeService:
     given_back: int = 0
 
     @contextlib.asynccontextmanager
-    async def connect(self, front: str, *, holder: str, wait_ready_s: float) -> AsyncIterator[Any]:
+    async def connect(
+        self, front: str, *, holder: str, wait_ready_s: float, transport: str
+    ) -> AsyncIterator[Any]:
         assert (front, holder) == ("somewhere:1", "me")
         error = self.answers.pop(0) if self.answers else None
         if error is not None:
