@@ -118,6 +118,9 @@ class UnregisterMemoryRequest:
     memory_id: int
 
 
+ColocatedRequest = OpenRingRequest | RegisterMemoryRequest | UnregisterMemoryRequest
+"""What a caller on the rank's host asks of it beside the steps."""
+
 Request = LeaseRequest | IntentRequest | LayerRequest | CloseRequest | PolicyRequest | DrainRequest
 
 

@@ -36,7 +36,7 @@ from service.net.grpc_server import (
 from service.net.http_server import HttpServer
 from service.net.info import State, built_paths, service_info
 from service.pb import moe_pb2 as pb
-from service.rank.server import layer_result
+from service.rank.requests import layer_result
 
 StepIn = wire.Envelope[pb.ForwardStepRequest]
 

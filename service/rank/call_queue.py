@@ -22,7 +22,7 @@ from service.rank.call_order import CallId, CallOrder, Slot, SlotState
 from service.rank.call_state import Call, Work, wrong_with
 from service.rank.plan_book import PlanBook
 from service.rank.plan_state import PlanState, PlanStatus
-from service.ring.consumer import Record
+from service.ring.record import Record
 
 SEQUENCE_WINDOW = 64
 """How far ahead of the group a layer call may be: half of what the board remembers."""

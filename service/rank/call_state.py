@@ -12,7 +12,7 @@ from service.board.lease import Lease, check_serial
 from service.messages import ErrorReply
 from service.rank.call_order import CallId
 from service.rank.plan_state import PlanState, not_open
-from service.ring.consumer import Record
+from service.ring.record import Record
 
 
 @dataclass(eq=False, slots=True)

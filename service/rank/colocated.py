@@ -18,6 +18,7 @@ from typing import Protocol
 from megamoe import Deployment, MemoryHandle, MemoryKind, OpenMemory
 from megamoe.errors import InvalidArgumentError, OverloadedError, PeerTimeoutError, UnavailableError, must_be
 from service.messages import (
+    ColocatedRequest,
     DoneReply,
     MemoryReply,
     OpenRingRequest,
@@ -34,8 +35,6 @@ from service.ring.specs import FIRST_COLOCATED_RING
 
 MAX_CALLS_PER_RING = 64
 MAX_MEMORIES_PER_CALLER = 64
-
-ColocatedRequest = OpenRingRequest | RegisterMemoryRequest | UnregisterMemoryRequest
 
 
 class Loop(Protocol):

@@ -32,7 +32,8 @@ from service.rank.call_queue import CallQueue
 from service.rank.call_state import Work
 from service.rank.plan_book import PlanBook
 from service.ring import codec as ring_codec
-from service.ring.consumer import Record, RingConsumer
+from service.ring.consumer import RingConsumer
+from service.ring.record import Record
 
 log = logging.getLogger(__name__)
 

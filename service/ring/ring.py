@@ -29,8 +29,9 @@ from megamoe.errors import (
 )
 from service.messages import LayerReply, LayerRequest, Reply, Request
 from service.ring import codec, layout
-from service.ring.consumer import Record, RingConsumer, TypedViews, ring_name
+from service.ring.consumer import RingConsumer, ring_name
 from service.ring.layout import RingSpec
+from service.ring.record import Record, TypedViews
 
 __all__ = ["Record", "RingConsumer", "RingProducer", "RingSpec", "Ticket", "ring_name"]
 

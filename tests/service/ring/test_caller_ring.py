@@ -18,9 +18,10 @@ from service.messages import CloseRequest, DoneReply, ErrorReply, IntentRequest,
 from service.ring import codec, layout
 from service.ring.bell import FIRST_RING_WRITER, Bell
 from service.ring.caller import RingCaller
-from service.ring.consumer import Record, RingConsumer
+from service.ring.consumer import RingConsumer
 from service.ring.layout import FLAG_IN_MEMORY, FLAG_MXFP8, RingSpec
 from service.ring.lent import LentMemory
+from service.ring.record import Record
 
 SHAPE = MoeShape(hidden=64, intermediate=32, num_experts=8, num_topk=2, num_ranks=2)
 DEPLOYMENT = Deployment(shape=SHAPE, max_tokens_per_rank=16, large_m_capacity=16)

@@ -1,0 +1,193 @@
+"""One request in a ring as the step loop sees it: views of its tensors, checked where a caller wrote them.
+
+See consumer.py for who makes records and what is believed of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from megamoe import MX_BLOCK, MoeBatch, MoeShape, SharedSegment
+from megamoe.errors import InvalidArgumentError, must_be
+from service.messages import ErrorReply, LayerReply, Reply, Request
+from service.ring import codec, layout
+from service.ring.layout import LayerMap, RingSpec
+from service.ring.lent import LentMemory
+
+if TYPE_CHECKING:
+    from service.ring.consumer import RingConsumer
+
+
+class TypedViews:
+    """Typed views of one segment: one strided call per tensor, 64-bit offsets."""
+
+    def __init__(self, segment: SharedSegment) -> None:
+        self._bases = {
+            dtype: segment.bytes_u8.view(dtype)
+            for dtype in (torch.uint8, torch.bfloat16, torch.int32, torch.float32)
+        }
+
+    def at(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._bases[dtype].as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
+
+
+class CallViews:
+    """The tensors of one place in the ring. rows: None where they lie in lent memory, as do scales and out."""
+
+    __slots__ = ("_copy", "ids", "out", "own_ids", "rows", "sf", "weights")
+
+    def __init__(self, views: TypedViews, spec: RingSpec, start: int, where: LayerMap, rows: int, flags: int):
+        view, mxfp8 = views.at, bool(flags & layout.FLAG_MXFP8)
+        self.ids = view(start + where.ids_at, rows, spec.num_topk, torch.int32)
+        self.weights = view(start + where.weights_at, rows, spec.num_topk, torch.float32)
+        self.own_ids = torch.empty_like(self.ids)
+        self._copy = self.own_ids.data_ptr(), self.ids.data_ptr(), 4 * rows * spec.num_topk
+        self.rows: torch.Tensor | None = None
+        self.sf: torch.Tensor | None = None
+        self.out: torch.Tensor | None = None
+        if not flags & layout.FLAG_IN_MEMORY:
+            dtype = torch.uint8 if mxfp8 else torch.bfloat16
+            self.rows = view(start + where.hidden_at, rows, spec.hidden, dtype)
+            self.out = view(start + where.out_at, rows, spec.hidden, torch.bfloat16)
+            if mxfp8:
+                self.sf = view(start + where.sf_at, rows, spec.hidden // MX_BLOCK, torch.uint8)
+
+    def copy_ids(self) -> torch.Tensor:
+        """The ids as they are now, where no other process can change them. Holds until the place's next record."""
+        ctypes.memmove(*self._copy)
+        return self.own_ids
+
+
+class Record:
+    """One request as the step loop sees it: views until `reply`, which must be called exactly once."""
+
+    __slots__ = (
+        "_batch",
+        "_body",
+        "_consumer",
+        "_flags",
+        "_head",
+        "_in_use",
+        "_offset",
+        "_out",
+        "_reply_at",
+        "kind",
+        "num_rows",
+        "replied",
+        "submitted_ns",
+    )
+
+    def __init__(self, consumer: RingConsumer, offset: int, head: tuple[int, ...]) -> None:
+        _, self.kind, _, self.submitted_ns, body_bytes, self.num_rows, self._flags, _, _ = head
+        self._consumer = consumer
+        self._offset = offset
+        self.replied = False
+        self._head: codec.LayerHead | None = None
+        self._batch: MoeBatch | None = None
+        self._out: torch.Tensor | None = None
+        self._in_use: tuple[LentMemory, LentMemory] | None = None
+        at = offset + layout.RECORD_ALIGN
+        # Copied, so that nobody changes it between a check and its use.
+        self._body = bytes(consumer.buf[at : at + body_bytes])
+        self._reply_at = at + (
+            layout.align_up(max(body_bytes, codec.LAYER_BODY_BYTES))
+            if self.kind == codec.LAYER
+            else layout.CONTROL_BODY_BYTES
+        )
+
+    def layer_head(self) -> codec.LayerHead:
+        """A layer call without its tensors; its refusal says what is wrong with them.
+
+        Raises InvalidArgumentError for a body that is no call.
+        """
+        if self._head is None:
+            in_memory = bool(self._flags & layout.FLAG_IN_MEMORY)
+            head = self._head = codec.decode_layer(self._body, in_memory=in_memory)
+            if self._consumer.caller_shape is not None:
+                try:
+                    self._check_call(head, self._consumer.caller_shape)
+                except InvalidArgumentError as error:
+                    self.num_rows = 0
+                    head.refusal = error.code, str(error)
+        return self._head
+
+    def _check_call(self, head: codec.LayerHead, shape: MoeShape) -> None:
+        """The rows of a caller's record. Raises InvalidArgumentError naming what is wrong with them."""
+        consumer, flags, rows = self._consumer, self._flags, self.num_rows
+        if head.refusal is not None:
+            raise InvalidArgumentError(
+                must_be("refusal of a layer call", "none: ranks refuse", head.refusal[0][:64])
+            )
+        if flags & ~(layout.FLAG_MXFP8 | layout.FLAG_IN_MEMORY):
+            raise InvalidArgumentError(must_be("flags of a layer call", "below 4", flags))
+        if rows > consumer.spec.max_rows:
+            raise InvalidArgumentError(
+                must_be(
+                    "rows of a layer call", f"at most {consumer.spec.max_rows} (max_rows of its ring)", rows
+                )
+            )
+        if not rows:
+            return
+        views = consumer.views_of(self._offset, rows, flags)
+        if views.rows is not None:
+            x, sf, self._out = views.rows, views.sf, views.out
+        else:
+            assert head.places is not None
+            mxfp8 = bool(flags & layout.FLAG_MXFP8)
+            x, sf, self._out, self._in_use = consumer.lent.rows(
+                head.places, head.lease_serial, rows, shape.hidden, mxfp8
+            )
+        # The ids are copied before they are checked: the caller could change them afterwards.
+        self._batch = MoeBatch.of_views(shape, x, views.copy_ids(), views.weights, sf)
+
+    def request(self) -> Request:
+        """A control message. Raises InvalidArgumentError for one that is none."""
+        return codec.decode_request(self.kind, self._body)
+
+    @property
+    def dtype_name(self) -> str:
+        """Wire dtype of the rows."""
+        return "mxfp8" if self._flags & layout.FLAG_MXFP8 else "bfloat16"
+
+    def batch(self) -> MoeBatch:
+        """The rows of a layer call as views; validated, here or by the producer."""
+        if self._batch is None:
+            views = self._consumer.views_of(self._offset, self.num_rows, self._flags)
+            assert views.rows is not None, "a caller's call is checked first: this is a bug"
+            self._batch = MoeBatch(views.rows, views.ids, views.weights, views.sf)
+            self._out = views.out
+        return self._batch
+
+    def out(self) -> torch.Tensor:
+        """Where the result rows go: [n, hidden] bf16, inside the record or in the caller's memory."""
+        if not self.num_rows:
+            return self._consumer.no_rows
+        if self._out is None:
+            self.batch()
+        assert self._out is not None
+        return self._out
+
+    def reply(self, reply: Reply) -> None:
+        """Answer and wake the producer. Rows of a LayerReply are copied unless they are `out` already."""
+        assert not self.replied, "a record is answered once: this is a bug"
+        self.replied = True
+        consumer = self._consumer
+        limit = consumer.spec.control_reply_bytes
+        if self.kind == codec.LAYER:
+            limit = consumer.spec.layer_reply_bytes
+            if isinstance(reply, LayerReply) and self.num_rows:
+                out = self.out()
+                if reply.hidden_states.data_ptr() != out.data_ptr():
+                    out.copy_(reply.hidden_states)
+        kind, body = codec.encode_reply(reply)
+        if len(body) > limit:
+            too_long = f"reply of {len(body)} bytes does not fit {limit}: this is a bug"
+            kind, body = codec.encode_reply(ErrorReply(code="internal", message=too_long))
+        consumer.complete(self._offset, kind, self._reply_at, body)
+        if self._in_use is not None:
+            for memory in self._in_use:
+                memory.release()
+            self._in_use = None
