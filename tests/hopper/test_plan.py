@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -17,7 +17,7 @@ SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
 
 @pytest.mark.parametrize(
     ("max_rows", "stream_max_rows", "block_n"),
-    [(1, 32, 64), (64, 32, 64), (128, 32, 32), (256, 16, 64), (512, 0, 64), (1024, 0, 128), (8192, 0, 256)],
+    [(1, 32, 64), (64, 32, 64), (128, 32, 32), (256, 16, 64), (512, 0, 96), (1024, 0, 256), (8192, 0, 256)],
 )
 def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: int) -> None:
     got = plan.plan_gemms(V4_PRO, max_rows)
@@ -64,15 +64,40 @@ def test_fp8_rows_never_use_the_widest_tile() -> None:
 
 @pytest.mark.parametrize("max_rows", [1, 128, 512, 2048, 8192])
 @pytest.mark.parametrize("num_columns", [32, 512, 1536, 3072, 7168])
-def test_token_ring_runs_at_most_one_tile_ahead(max_rows: int, num_columns: int) -> None:
-    tiled = plan.plan_gemms(V4_PRO, max_rows).tiled(num_columns)
+def test_token_rings_run_at_most_one_tile_ahead(max_rows: int, num_columns: int) -> None:
+    tiles = plan.plan_gemms(V4_PRO, max_rows).tiles(num_columns)
     chunks = -(-num_columns // 512) * 512 // CHUNK
-    assert chunks % tiled.chunks_per_stage == 0
-    assert chunks // tiled.chunks_per_stage >= tiled.stages - 1
-    assert chunks % tiled.ahead == 0
-    assert tiled.ahead % tiled.chunks_per_stage == 0
-    ring_bytes = tiled.stages * tiled.block_n * tiled.chunks_per_stage * CHUNK * 2
-    assert ring_bytes * tiled.occupancy <= 200 * 1024
+    for tile in tiles:
+        assert chunks % tile.chunks_per_stage == 0
+        assert chunks // tile.chunks_per_stage >= tile.stages - 1
+        assert chunks % tile.ahead == 0
+        assert tile.ahead % tile.chunks_per_stage == 0
+        ring_bytes = tile.stages * tile.block_n * tile.chunks_per_stage * CHUNK * 2
+        assert ring_bytes * tile.occupancy <= 200 * 1024
+    # Thread blocks of one launch are alike, and their boxes of tokens.
+    assert len({(tile.chunks_per_stage, tile.num_regs, tile.occupancy) for tile in tiles}) == 1
+    assert all(tile.block_n.bit_count() <= 2 for tile in tiles)
+    assert all(sum(rows for rows in plan.BOX_ROWS if tile.block_n & rows) == tile.block_n for tile in tiles)
+
+
+@pytest.mark.parametrize("block_n", [32, 64, 96, 128, 256])
+def test_last_tiles_are_as_narrow_as_their_rows_allow(block_n: int) -> None:
+    widths = plan.GemmPlan(stream_max_rows=0, block_n=block_n).widths
+    assert len(widths) <= plan.MAX_WIDTHS
+    assert plan.tile_rows(0, widths) == ()
+    for count in range(1, 4 * block_n + 1):
+        tiles = plan.tile_rows(count, widths)
+        # As many as with the widest tile alone, each with rows of its own, widest first.
+        assert len(tiles) == -(-count // block_n)
+        assert sum(tiles[:-1]) < count <= sum(tiles)
+        assert list(tiles) == sorted(tiles, reverse=True)
+        assert set(tiles) <= set(widths)
+        others = [
+            sum(pair)
+            for pair in product(widths, repeat=min(len(tiles), 2))
+            if sum(pair) >= count - sum(tiles[:-2])
+        ]
+        assert sum(tiles[-2:]) == min(others)
 
 
 @pytest.mark.parametrize("shape", [V4_PRO, SMALL, SMALL.with_ranks(1)])

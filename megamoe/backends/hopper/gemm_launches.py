@@ -36,19 +36,19 @@ class GemmLaunches(Launches):
                 **self._chain,
                 maxnreg=128,
             )
-        tiled = gemms.tiled(b.shape.hidden)
-        grid = self.device.share * tiled.occupancy
+        tiles = gemms.tiles(b.shape.hidden)
+        grid = self.device.share * tiles[0].occupancy
         gemm1.gemm1_tiled_kernel[(grid,)](
             b.middle,
             layer.w13.units,
             layer.w13.out_factor,
-            self._tokens(b.image, tiled),
+            *self._boxes(b.image, tiles),
             b.work[b.sizes.tiled_offset :],
             b.work[Counter.NUM_TILED_ENTRIES :],
             self._limit,
             grid,
             **chunks,
-            **_tiled_options(tiled, b.sizes.gemm1_groups),
+            **_tiled_options(tiles, b.sizes.gemm1_groups),
             **self._chain,
         )
 
@@ -81,30 +81,28 @@ class GemmLaunches(Launches):
                 **self._chain,
                 maxnreg=128,
             )
-        tiled = gemms.tiled(b.shape.intermediate)
-        grid = self.device.share * tiled.occupancy
+        tiles = gemms.tiles(b.shape.intermediate)
+        grid = self.device.share * tiles[0].occupancy
         gemm2.gemm2_tiled_kernel[(grid,)](
             b.row_address,
             b.row_weight,
             layer.w2.units,
             layer.w2.out_factor,
-            self._tokens(b.middle, tiled),
+            *self._boxes(b.middle, tiles),
             b.work[b.sizes.tiled_offset :],
             b.work[Counter.NUM_TILED_ENTRIES :],
             grid,
             **common,
-            **_tiled_options(tiled, b.sizes.gemm2_groups),
+            **_tiled_options(tiles, b.sizes.gemm2_groups),
             **self._chain,
         )
 
 
-def _tiled_options(tiled: TiledPlan, groups: int) -> dict[str, Any]:
+def _tiled_options(tiles: tuple[TiledPlan, ...], groups: int) -> dict[str, Any]:
     """Constants and options of a tiled kernel; groups: row groups of an expert's matrix."""
     options = {
         "GROUPS": groups,
-        "AHEAD": tiled.ahead,
-        "STAGES": tiled.stages,
-        "BLOCK_N": tiled.block_n,
+        "TILES": tuple((tile.block_n, tile.stages, tile.ahead) for tile in tiles),
         "num_warps": 8,
     }
-    return options if tiled.num_regs is None else options | {"maxnreg": tiled.num_regs}
+    return options if tiles[0].num_regs is None else options | {"maxnreg": tiles[0].num_regs}

@@ -10,7 +10,7 @@ import torch
 from megamoe.backends.hopper.buffers import RankBuffers, result_bytes
 from megamoe.backends.hopper.device import flags
 from megamoe.backends.hopper.packing import PackedMatrix
-from megamoe.backends.hopper.plan import TiledPlan, grid_share, next_power_of_2
+from megamoe.backends.hopper.plan import BOX_ROWS, TiledPlan, grid_share, next_power_of_2
 from megamoe.bundle import RowFormat
 from megamoe.layout import FlagKind
 
@@ -68,12 +68,22 @@ class Launches:
 
     def _tokens(self, image: torch.Tensor, tiled: TiledPlan) -> Any:
         """TMA descriptor of an image: boxes of block_n rows by a stage's columns."""
+        return self._box(image, tiled.block_n, tiled)
+
+    def _boxes(self, image: torch.Tensor, tiles: tuple[TiledPlan, ...]) -> list[Any]:
+        """Descriptors with boxes of 256, 128, 64 and 32 rows, None where no tile is made of such."""
+        wanted = 0
+        for tile in tiles:
+            wanted |= tile.block_n
+        return [self._box(image, rows, tiles[0]) if wanted & rows else None for rows in BOX_ROWS]
+
+    def _box(self, image: torch.Tensor, rows: int, tiled: TiledPlan) -> Any:
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         columns = 128 * tiled.chunks_per_stage
-        key = (image.data_ptr(), tiled.block_n, columns)
+        key = (image.data_ptr(), rows, columns)
         if key not in self._descriptors:
             layout = NVMMASharedLayout(128, 16, rank=2)
-            self._descriptors[key] = TensorDescriptor.from_tensor(image, [tiled.block_n, columns], layout)
+            self._descriptors[key] = TensorDescriptor.from_tensor(image, [rows, columns], layout)
         return self._descriptors[key]

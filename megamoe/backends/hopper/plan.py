@@ -27,6 +27,7 @@ COUNTER_WORDS = 16
 SMALL_M_BLOCK_N = 64
 """Widest tile of the one-launch path: two thread blocks a multiprocessor, 128 registers a thread."""
 MIN_BLOCK_N, MAX_BLOCK_N = 32, 256
+MAX_WIDTHS = COUNTER_WORDS - 8
 STREAM_LIMIT = 32
 """Rows of an expert up to which the streaming kernel can serve it, reading its weights at most twice."""
 
@@ -36,9 +37,10 @@ class Counter:
 
     NUM_STREAM_ENTRIES = 0
     """Three words: entries of up to 8, 16 and 24 rows, which follow each other in the table."""
-    NUM_TILED_ENTRIES = 3
     NUM_BLOCKS = 4
     NUM_ROUTED_ROWS = 5
+    NUM_TILED_ENTRIES = 8
+    """A word for each width of tiles (up to MAX_WIDTHS), widest first, as their entries follow each other."""
 
 
 def stream_entries(count: int) -> tuple[int, ...]:
@@ -121,27 +123,90 @@ _SMALL_M_TILED = TiledPlan(block_n=32, stages=3, chunks_per_stage=1, ahead=4, nu
 _TILED = {
     32: TiledPlan(block_n=32, stages=4, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
     64: TiledPlan(block_n=64, stages=3, chunks_per_stage=2, ahead=4, num_regs=128, occupancy=2),
+    96: TiledPlan(block_n=96, stages=4, chunks_per_stage=1, ahead=2, num_regs=128, occupancy=2),
     128: TiledPlan(block_n=128, stages=4, chunks_per_stage=1, ahead=4, num_regs=None, occupancy=1),
+    160: TiledPlan(block_n=160, stages=4, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
+    192: TiledPlan(block_n=192, stages=4, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
     256: TiledPlan(block_n=256, stages=3, chunks_per_stage=1, ahead=2, num_regs=None, occupancy=1),
 }
+BOX_ROWS = (256, 128, 64, 32)
+"""Rows of the boxes in which tokens are copied; a tile is one or two of them."""
+_WIDTHS = {96: (96, 64, 32), 256: (256, 192, 160, 128)}
+"""Widths of the tiles of one launch, whose thread blocks are alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmPlan:
-    """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel. one_launch: both share
-    thread blocks, and so the memory of a multiprocessor."""
+    """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel. block_n: its widest tile.
+    one_launch: both share thread blocks, and so the memory of a multiprocessor."""
 
     stream_max_rows: int
     block_n: int
     one_launch: bool = False
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of all tiles, widest first."""
+        return (self.block_n,) if self.one_launch else _WIDTHS.get(self.block_n, (self.block_n,))
+
     def tiled(self, num_columns: int) -> TiledPlan:
-        """The tiled kernel's settings for a matrix with that many columns (before padding)."""
-        plan = _SMALL_M_TILED if self.one_launch and self.block_n == 32 else _TILED[self.block_n]
-        num_chunks = padded_columns(num_columns) // CHUNK
-        if num_chunks // plan.chunks_per_stage >= plan.stages - 1:
-            return plan
-        return TiledPlan(**(vars(plan) | {"chunks_per_stage": 1}))
+        """Settings of the widest tiles for a matrix with that many columns (before padding)."""
+        return self.tiles(num_columns)[0]
+
+    def tiles(self, num_columns: int) -> tuple[TiledPlan, ...]:
+        """Settings of all tiles, widest first."""
+        if self.one_launch and self.block_n == 32:
+            return (_fitting(_SMALL_M_TILED, num_columns),)
+        plans = tuple(_fitting(_TILED[width], num_columns) for width in self.widths)
+        if len(plans) == 1:
+            return plans
+        # Tiles of all widths are copied in boxes of the same columns.
+        return tuple(replace(plan, chunks_per_stage=1) for plan in plans)
+
+
+def _fitting(plan: TiledPlan, num_columns: int) -> TiledPlan:
+    """No ring runs more than a tile ahead."""
+    num_chunks = padded_columns(num_columns) // CHUNK
+    fits = num_chunks // plan.chunks_per_stage >= plan.stages - 1
+    return plan if fits else replace(plan, chunks_per_stage=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the last up to 2 * block_n rows of an expert are cut: into tiles of `first` and `second` (0: none) rows,
+    which hold up to `most`."""
+
+    most: int
+    first: int
+    second: int
+
+
+def last_cuts(widths: tuple[int, ...]) -> tuple[Cut, ...]:
+    """All cuts, those for few rows first. One tile where one is wide enough, else two: no expert gets more tiles than
+    with the widest alone, since each reads the expert's weights, but narrower ones."""
+    one = [Cut(most=width, first=width, second=0) for width in sorted(widths)]
+    two: dict[int, Cut] = {}
+    for first in widths:
+        for second in widths:
+            if second <= first and first + second > widths[0]:
+                # Of equal sums the one with the widest tile, which is the most efficient.
+                two.setdefault(first + second, Cut(most=first + second, first=first, second=second))
+    return (*one, *(two[most] for most in sorted(two)))
+
+
+def cut_table(widths: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Last cuts (most, first, second) as a kernel's constants, those for most rows first."""
+    return tuple((cut.most, cut.first, cut.second) for cut in reversed(last_cuts(widths)))
+
+
+def tile_rows(count: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Widths of the tiles of an expert with `count` rows, in the order of its rows."""
+    if count == 0:
+        return ()
+    num_full = max(-(-count // widths[0]) - 2, 0)
+    rest = count - num_full * widths[0]
+    last = next(cut for cut in last_cuts(widths) if rest <= cut.most)
+    return (widths[0],) * num_full + tuple(width for width in (last.first, last.second) if width)
 
 
 def plan_gemms(
@@ -158,7 +223,7 @@ def plan_gemms(
     if batch_invariant:
         stream_max_rows = 0
     if fp8_rows:
-        block_n = min(block_n, 128)
+        block_n = {96: 64, 256: 128}.get(block_n, block_n)
     return GemmPlan(stream_max_rows=stream_max_rows, block_n=block_n)
 
 
@@ -178,8 +243,7 @@ _BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (
     (12, (32, 64)),
     (24, (32, 32)),
     (40, (16, 64)),
-    (80, (0, 64)),
-    (512, (0, 128)),
+    (80, (0, 96)),
     (float("inf"), (0, 256)),
 )
 """Up to a mean number of rows an expert: (stream_max_rows, block_n)."""
@@ -259,11 +323,12 @@ class TableSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Entries of one expert, as the index stage must write them."""
+    """Entries of one expert, as the index stage must write them. widths: of the tiles for `rows`; streaming: none."""
 
     first_row: int
     rows: tuple[int, ...]
     streaming: bool
+    widths: tuple[int, ...] = ()
 
 
 def expert_entries(rows_per_expert: list[int], plan: GemmPlan) -> list[Expected]:
@@ -272,13 +337,17 @@ def expert_entries(rows_per_expert: list[int], plan: GemmPlan) -> list[Expected]
     first_row = 0
     for count in rows_per_expert:
         streaming = count <= plan.stream_max_rows
-        if streaming:
-            cuts = stream_entries(count)
-        else:
-            cuts = tuple(min(plan.block_n, count - start) for start in range(0, count, plan.block_n))
-        out.append(Expected(first_row=first_row, rows=cuts, streaming=streaming))
+        widths = () if streaming else tile_rows(count, plan.widths)
+        cuts = stream_entries(count) if streaming else _filled(count, widths)
+        out.append(Expected(first_row=first_row, rows=cuts, streaming=streaming, widths=widths))
         first_row += -(-count // BLOCK_ROWS) * BLOCK_ROWS
     return out
+
+
+def _filled(count: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows in each tile."""
+    begins = [sum(widths[:number]) for number in range(len(widths))]
+    return tuple(min(width, count - begin) for width, begin in zip(widths, begins, strict=True))
 
 
 def next_power_of_2(value: int) -> int:

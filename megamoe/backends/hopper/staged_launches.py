@@ -6,7 +6,7 @@ import torch
 
 from megamoe.backends.hopper.device import combine, dispatch, expand, identity, index, prepare
 from megamoe.backends.hopper.launches import Launches
-from megamoe.backends.hopper.plan import GemmPlan, index_block_tokens, next_power_of_2
+from megamoe.backends.hopper.plan import GemmPlan, cut_table, index_block_tokens, next_power_of_2
 from megamoe.layout import FlagKind
 
 _PREPARE_TOKENS = 512
@@ -75,7 +75,8 @@ class StagedLaunches(Launches):
             RESULT_STRIDE=b.layout.result_bytes,
             RESULT_BYTES=self.result_bytes,
             COMPACT=compact,
-            BLOCK_N=gemms.block_n,
+            WIDTHS=gemms.widths,
+            CUTS=cut_table(gemms.widths),
             BLOCK_TOKENS=index_block_tokens(shape, capacity),
             SLOTS=next_power_of_2(shape.num_topk),
             BINS=next_power_of_2(shape.num_experts_per_rank + 1),

@@ -10,7 +10,7 @@ from megamoe.backends.hopper.board import NARROW_ROWS
 from megamoe.backends.hopper.buffers import BoundLayer
 from megamoe.backends.hopper.device import count
 from megamoe.backends.hopper.launches import Launches
-from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, check_resident, next_power_of_2
+from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, check_resident, cut_table, next_power_of_2
 from megamoe.errors import InternalError
 
 _COUNT_PAIRS = 2048
@@ -63,9 +63,9 @@ class WholeLaunches(Launches):
             CHUNKS2=b.middle.shape[1] // 128,
             GROUPS1=b.sizes.gemm1_groups,
             GROUPS2=b.sizes.gemm2_groups,
-            AHEAD=first.ahead,
-            STAGES=first.stages,
-            BLOCK_N=first.block_n,
+            TILES=((first.block_n, first.stages, first.ahead),),
+            WIDTHS=gemms.widths,
+            CUTS=cut_table(gemms.widths),
             FP8=self.fp8,
             IDENTITY=identity_layer,
             num_warps=SMALL_M.warps,

@@ -153,55 +153,30 @@ def finish_tiled(
 
 
 @gluon.jit
+def _finish_part(acc, factor, row, group, rows, rest, COLUMNS_OUT: gl.constexpr):
+    image, limit = rest
+    finish_tiled(acc, factor, limit, image, row, group, rows, COLUMNS_OUT, acc.type.shape[1])
+
+
+@gluon.jit
 def tiled_tiles(
-    image_out, units, out_factor, image, work, num_entries, limit, num_programs,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    image_out, units, out_factor, boxes, work, num_entries, limit, num_programs,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 packed rows). work: int32 [entries, 4]: expert, first image row, rows."""
-    num_tiles = gl.load(num_entries) * GROUPS
-    first = gl.program_id(0)
-    if first < num_tiles:
-        words_off, scales_off = tiled.thread_offsets()
-        row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
-        memory, bars = tiled.open_ring(image, row, STAGES)
-        chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
-        slot = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
-        for tile in range(first, num_tiles, num_programs):
-            row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
-            more = tile + num_programs < num_tiles
-            next_row, next_at = tiled.tile_origin(
-                units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
-            )
-            acc, chunks, slot, phase = tiled.multiply(
-                chunks, image, memory, bars, slot, phase, row, next_row, more,
-                at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-                CHUNKS, AHEAD, STAGES, BLOCK_N,
-            )  # fmt: skip
-            entry = work + tile // GROUPS * 4
-            factor = gl.load(out_factor + gl.load(entry))
-            finish_tiled(
-                acc,
-                factor,
-                limit,
-                image_out,
-                row,
-                tile % GROUPS,
-                gl.load(entry + 2),
-                CHUNKS_OUT * 128,
-                BLOCK_N,
-            )
+    """See tiled.persistent."""
+    tiled.persistent(
+        boxes, units, out_factor, work, num_entries, num_programs, _finish_part, (image_out, limit),
+        CHUNKS, GROUPS, TILES, CHUNKS_OUT * 128,
+    )  # fmt: skip
 
 
 @gluon.jit
 def gemm1_tiled_kernel(
-    image_out, units, out_factor, image, work, num_entries, limit, num_programs,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    image_out, units, out_factor, box256, box128, box64, box32, work, num_entries, limit, num_programs,
+    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     after_previous_gluon()
     tiled_tiles(
-        image_out, units, out_factor, image, work, num_entries, limit, num_programs, CHUNKS,
-        CHUNKS_OUT, GROUPS, AHEAD, STAGES, BLOCK_N,
+        image_out, units, out_factor, tiled.boxes_of(box256, box128, box64, box32), work, num_entries, limit,
+        num_programs, CHUNKS, CHUNKS_OUT, GROUPS, TILES,
     )  # fmt: skip

@@ -150,47 +150,30 @@ def finish_tiled(
 
 
 @gluon.jit
+def _finish_part(acc, factor, row, group, rows, rest, OPTIONS: gl.constexpr):
+    row_address, row_weight = rest
+    finish_tiled(acc, factor, row_address, row_weight, row, group, rows, OPTIONS[0], OPTIONS[1])
+
+
+@gluon.jit
 def tiled_tiles(
-    row_address, row_weight, units, out_factor, image, work, num_entries, num_programs,
-    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    row_address, row_weight, units, out_factor, boxes, work, num_entries, num_programs,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over (entry, 128 features). work: int32 [entries, 4]: expert, first image row, rows, unused."""
-    num_tiles = gl.load(num_entries) * GROUPS
-    first = gl.program_id(0)
-    if first < num_tiles:
-        words_off, scales_off = tiled.thread_offsets()
-        row, at = tiled.tile_origin(units, work, first, GROUPS, CHUNKS)
-        memory, bars = tiled.open_ring(image, row, STAGES)
-        chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
-        slot = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
-        for tile in range(first, num_tiles, num_programs):
-            row, at = tiled.tile_origin(units, work, tile, GROUPS, CHUNKS)
-            more = tile + num_programs < num_tiles
-            next_row, next_at = tiled.tile_origin(
-                units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
-            )
-            acc, chunks, slot, phase = tiled.multiply(
-                chunks, image, memory, bars, slot, phase, row, next_row, more,
-                at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-                CHUNKS, AHEAD, STAGES, BLOCK_N,
-            )  # fmt: skip
-            entry = work + tile // GROUPS * 4
-            finish_tiled(
-                acc, gl.load(out_factor + gl.load(entry)), row_address, row_weight, row, tile % GROUPS,
-                gl.load(entry + 2), HIDDEN, FP8,
-            )  # fmt: skip
+    """See tiled.persistent."""
+    tiled.persistent(
+        boxes, units, out_factor, work, num_entries, num_programs, _finish_part, (row_address, row_weight),
+        CHUNKS, GROUPS, TILES, (HIDDEN, FP8),
+    )  # fmt: skip
 
 
 @gluon.jit
 def gemm2_tiled_kernel(
-    row_address, row_weight, units, out_factor, image, work, num_entries, num_programs,
-    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    row_address, row_weight, units, out_factor, box256, box128, box64, box32, work, num_entries, num_programs,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     after_previous_gluon()
     tiled_tiles(
-        row_address, row_weight, units, out_factor, image, work, num_entries, num_programs, HIDDEN,
-        CHUNKS, GROUPS, FP8, AHEAD, STAGES, BLOCK_N,
+        row_address, row_weight, units, out_factor, tiled.boxes_of(box256, box128, box64, box32), work, num_entries,
+        num_programs, HIDDEN, CHUNKS, GROUPS, FP8, TILES,
     )  # fmt: skip

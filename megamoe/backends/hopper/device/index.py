@@ -36,13 +36,40 @@ STREAM_FLAG = tl.constexpr(1 << 8)
 
 
 @triton.jit
-def cut(count, stream_max_rows, BLOCK_N: tl.constexpr):
-    """Of experts with `count` rows: (streaming entries, their width in blocks of 8 rows, tiled entries)."""
-    streaming = count <= stream_max_rows
+def cut(count, stream_max_rows):
+    """Of experts with `count` rows: (streaming entries, their width in blocks of 8 rows)."""
     twice = count > WIDEST_ROWS
-    entries = tl.where(streaming, tl.where(count == 0, 0, tl.where(twice, 2, 1)), 0)
-    width = tl.where(twice, 2, (count + 7) // 8)
-    return entries, width, tl.where(streaming, 0, (count + BLOCK_N - 1) // BLOCK_N)
+    entries = tl.where(count <= stream_max_rows, tl.where(count == 0, 0, tl.where(twice, 2, 1)), 0)
+    return entries, tl.where(twice, 2, (count + 7) // 8)
+
+
+@triton.jit
+def cut_tiled(count, stream_max_rows, WIDTHS: tl.constexpr, CUTS: tl.constexpr):
+    """Of experts with `count` rows: (tiles of the greatest width before the last up to two, widths of these two, 0 =
+    none), see plan.tile_rows."""
+    tiled = tl.where(count <= stream_max_rows, 0, count)
+    num_full = tl.maximum((tiled + WIDTHS[0] - 1) // WIDTHS[0] - 2, 0)
+    rest = tiled - num_full * WIDTHS[0]
+    first = 0 * rest
+    second = 0 * rest
+    for i in tl.static_range(len(CUTS)):
+        # Those for most rows come first: what is narrower and still fits replaces them.
+        fits = (rest > 0) & (rest <= CUTS[i][0])
+        first = tl.where(fits, CUTS[i][1], first)
+        second = tl.where(fits, CUTS[i][2], second)
+    return num_full, first, second
+
+
+@triton.jit
+def tiles_of_width(num_full, first, second, WIDTH: tl.constexpr, WIDEST: tl.constexpr):
+    """How many tiles of an expert have that width, and the row in front of which they all stand. They follow each
+    other, since the widest come first."""
+    number = (first == WIDTH).to(tl.int32) + (second == WIDTH).to(tl.int32)
+    begin = num_full * WIDEST + tl.where(first == WIDTH, 0, first)
+    if WIDTH == WIDEST:
+        number += num_full
+        begin = 0 * begin
+    return number, begin
 
 
 @triton.jit
@@ -124,7 +151,7 @@ def index_expert(
     stream_offset, tiled_offset, stream_max_rows, expert, rows_from, first_slot, rank, lane, bin_idx, some, own_rank,
     NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     META_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
-    BLOCK_N: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
+    WIDTHS: tl.constexpr, CUTS: tl.constexpr, SLOTS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One expert's part of the tables (see index_kernel). rank [NUM_RANKS], lane [tokens * SLOTS], bin_idx [at least
     experts + 1], some [any]: indices in the caller's layouts, LAYOUT that of bin_idx."""
@@ -146,7 +173,8 @@ def index_expert(
         mine = inside & (local >= 0) & (local < EXPERTS_PER_RANK)
         counts += _histogram(tl.where(mine, local, 0), mine, BINS, LAYOUT)
     blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    stream, width, tiled = cut(counts, stream_max_rows, BLOCK_N)
+    stream, width = cut(counts, stream_max_rows)
+    num_full, first, second = cut_tiled(counts, stream_max_rows, WIDTHS, CUTS)
     before = bin_idx < expert
     count = tl.sum(tl.where(bin_idx == expert, counts, 0))
     first_block = tl.sum(tl.where(before, blocks, 0))
@@ -177,7 +205,8 @@ def index_expert(
     tl.atomic_add(control + BYTES_SENT, remote.to(tl.int64) * RESULT_BYTES, sem="relaxed")
 
     # Its blocks and entries.
-    own_stream, own_width, own_tiled = cut(count, stream_max_rows, BLOCK_N)
+    own_stream, own_width = cut(count, stream_max_rows)
+    own_full, own_first, own_second = cut_tiled(count, stream_max_rows, WIDTHS, CUTS)
     kind = tl.where(count <= stream_max_rows, STREAM_FLAG, 0)
     own_blocks = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
     for start in range(0, own_blocks, some.shape[0]):
@@ -189,17 +218,27 @@ def index_expert(
     stream_entries = work + stream_offset + tl.sum(tl.where(earlier, stream, 0)) * ENTRY_WORDS
     size = tl.where(own_stream == 2, BLOCK_ROWS, WIDEST_ROWS)
     write_entries(stream_entries, expert, first_block, 1, size, count, own_stream, some)
-    tiled_entries = work + tiled_offset + tl.sum(tl.where(before, tiled, 0)) * ENTRY_WORDS
-    write_entries(tiled_entries, expert, first_row, BLOCK_N, BLOCK_N, count, own_tiled, some)
+    # Tiled entries lie by width, the widest first, then by expert.
+    tiled_entries = work + tiled_offset
+    padded = tl.sum(stream * width) * 8 - tl.sum(counts)
+    for i in tl.static_range(len(WIDTHS)):
+        number, _ = tiles_of_width(num_full, first, second, WIDTHS[i], WIDTHS[0])
+        own_number, begin = tiles_of_width(own_full, own_first, own_second, WIDTHS[i], WIDTHS[0])
+        own_entries = tiled_entries + tl.sum(tl.where(before, number, 0)) * ENTRY_WORDS
+        write_entries(
+            own_entries, expert, first_row + begin, WIDTHS[i], WIDTHS[i], count - begin, own_number, some
+        )
+        tiled_entries += tl.sum(number) * ENTRY_WORDS
+        padded += tl.sum(number) * WIDTHS[i]
+        if expert == 0:
+            tl.store(work + NUM_TILED_ENTRIES + i, tl.sum(number))
     if expert == 0:
         for blocks_of_8 in tl.static_range(1, WIDEST_ROWS // 8 + 1):
             of_width = tl.sum(tl.where(width == blocks_of_8, stream, 0))
             tl.store(work + NUM_STREAM_ENTRIES + blocks_of_8 - 1, of_width)
-        tl.store(work + NUM_TILED_ENTRIES, tl.sum(tiled))
         tl.store(work + NUM_BLOCKS, tl.sum(blocks))
         tl.store(work + NUM_ROUTED_ROWS, tl.sum(counts))
         tl.store(control + ROWS_RECEIVED, tl.sum(counts).to(tl.int64))
-        padded = tl.sum(stream * width) * 8 + tl.sum(tiled) * BLOCK_N - tl.sum(counts)
         tl.store(control + PADDED_ROWS, padded.to(tl.int64))
 
 
@@ -209,7 +248,7 @@ def index_kernel(
     stream_offset, tiled_offset, stream_max_rows,
     own_rank, NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     META_WORDS: tl.constexpr, COUNTS_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
-    COMPACT: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPACT: tl.constexpr, WIDTHS: tl.constexpr, CUTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Tables out: row_slot int32, row_address int64, row_weight fp32 by routed row; block_info int32 by
@@ -222,5 +261,5 @@ def index_kernel(
         stream_offset, tiled_offset, stream_max_rows, tl.program_id(0), rows_from, first_slot,
         rank, tl.arange(0, BLOCK_TOKENS * SLOTS), tl.arange(0, BINS), tl.arange(0, 128), own_rank,
         NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES,
-        BLOCK_N, SLOTS, None,
+        WIDTHS, CUTS, SLOTS, None,
     )  # fmt: skip

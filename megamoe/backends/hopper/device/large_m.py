@@ -192,8 +192,9 @@ def large_m_kernel(
     num_tiles1 = num_entries * FIRST_GROUPS
     num_tiles2 = -1 if IDENTITY else num_entries * GROUPS2
     if not IDENTITY:
-        memory, bars = tiled.empty_ring(image_tokens, STAGES)
-        narrow_memory, narrow_bars = tiled.ring_within(memory, image_narrow, NARROW_STAGES)
+        ring, bars = tiled.empty_ring(image_tokens, STAGES)
+        memory = (ring,)
+        narrow_memory, narrow_bars = tiled.ring_within(ring, (image_narrow,), NARROW_STAGES)
         rest1 = (middle, limit)
         rest2 = (row_address, row_weight)
     slot = gl.to_tensor(0)

@@ -100,7 +100,7 @@ def _list_rows(
     control, bases, row_slot, row_address, row_weight, block_info, work,
     stream_offset, tiled_offset, stream_max_rows, rank, own_rank,
     NUM_RANKS: gl.constexpr, NUM_TOPK: gl.constexpr, EXPERTS_PER_RANK: gl.constexpr, META_WORDS: gl.constexpr,
-    RESULT_STRIDE: gl.constexpr, RESULT_BYTES: gl.constexpr, BLOCK_N: gl.constexpr,
+    RESULT_STRIDE: gl.constexpr, RESULT_BYTES: gl.constexpr, WIDTHS: gl.constexpr, CUTS: gl.constexpr,
     SLOTS: gl.constexpr, BINS: gl.constexpr,
 ):  # fmt: skip
     """Payload that has come -> tables. Returns when all of them are there."""
@@ -117,7 +117,7 @@ def _list_rows(
                 stream_offset, tiled_offset, stream_max_rows, expert, rows_from, first_slot,
                 rank, lane, bin_idx, some, own_rank,
                 NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES,
-                BLOCK_N, SLOTS, bins,
+                WIDTHS, CUTS, SLOTS, bins,
             )  # fmt: skip
         sync.arrive(control + sync.INDEXED)
     sync.await_count(control + sync.INDEXED, gl.minimum(EXPERTS_PER_RANK, gl.num_programs(0)))
@@ -205,7 +205,7 @@ def small_m_kernel(
     HIDDEN: gl.constexpr, ROW_BYTES: gl.constexpr, META_WORDS: gl.constexpr, META_BLOCK: gl.constexpr,
     RESULT_STRIDE: gl.constexpr, RESULT_BYTES: gl.constexpr, SLOTS: gl.constexpr, BINS: gl.constexpr,
     CHUNKS1: gl.constexpr, CHUNKS2: gl.constexpr, GROUPS1: gl.constexpr, GROUPS2: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, FP8: gl.constexpr, IDENTITY: gl.constexpr,
+    TILES: gl.constexpr, WIDTHS: gl.constexpr, CUTS: gl.constexpr, FP8: gl.constexpr, IDENTITY: gl.constexpr,
 ):  # fmt: skip
     """Tables, images and entries are those of the other paths (buffers.py, plan.py); *_tokens: TMA descriptors of the
     images. num_slots: multiprocessors of this rank, each with OCCUPANCY thread blocks. Suffixes 1 and 2: of GEMM1 and
@@ -218,7 +218,7 @@ def small_m_kernel(
     _list_rows(
         control, bases, row_slot, row_address, row_weight, block_info, work, stream_offset, tiled_offset,
         stream_max_rows, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE,
-        RESULT_BYTES, BLOCK_N, SLOTS, BINS,
+        RESULT_BYTES, WIDTHS, CUTS, SLOTS, BINS,
     )  # fmt: skip
     if gl.load(control + flags.FAILED, volatile=True) == 0:
         if IDENTITY:
@@ -241,8 +241,8 @@ def small_m_kernel(
                 CHUNKS1, CHUNKS2, GROUPS1, OCCUPANCY, WARPS,
             )  # fmt: skip
             gemm1.tiled_tiles(
-                middle, w13, w13_factor, image_tokens, tiled_work, work + NUM_TILED, limit, gl.num_programs(0),
-                CHUNKS1, CHUNKS2, GROUPS1, AHEAD, STAGES, BLOCK_N,
+                middle, w13, w13_factor, (image_tokens,), tiled_work, work + NUM_TILED, limit, gl.num_programs(0),
+                CHUNKS1, CHUNKS2, GROUPS1, TILES,
             )  # fmt: skip
             first, stop = stream.tile_range(work, num_slots, GROUPS2)
             prefetch.first_tile(w2, stream_work, tiled_work, work, first, stop, GROUPS2, CHUNKS2, LINE)
@@ -252,8 +252,8 @@ def small_m_kernel(
                 HIDDEN, CHUNKS2, GROUPS2, FP8, OCCUPANCY, WARPS,
             )  # fmt: skip
             gemm2.tiled_tiles(
-                row_address, row_weight, w2, w2_factor, middle_tokens, tiled_work, work + NUM_TILED,
-                gl.num_programs(0), HIDDEN, CHUNKS2, GROUPS2, FP8, AHEAD, STAGES, BLOCK_N,
+                row_address, row_weight, w2, w2_factor, (middle_tokens,), tiled_work, work + NUM_TILED,
+                gl.num_programs(0), HIDDEN, CHUNKS2, GROUPS2, FP8, TILES,
             )  # fmt: skip
     last = sync.arrive(control + sync.RETURNED) == gl.num_programs(0) - 1
     if last & (gl.load(control + flags.FAILED, volatile=True) == 0):

@@ -58,7 +58,7 @@ def _tiles(
     words_off, scales_off = tiled.thread_offsets()
     row, at, expert, rows = _origin(units, entries, entry, tile % GROUPS, GROUPS, CHUNKS)
     sync.fence_proxies()
-    tiled.fill_ahead(tokens, memory, bars, slot, row, STAGES)
+    tiled.fill_ahead((tokens,), memory, bars, slot, row, STAGES)
     chunks = tiled.load_ahead(at + words_off, at + scales_off, AHEAD)
     more = entry >= 0
     while more:
@@ -72,12 +72,12 @@ def _tiles(
         )  # fmt: skip
         more = there & (_is_wide(next_rows, WIDE) == wide)
         acc, chunks, slot, phase = tiled.multiply(
-            chunks, tokens, memory, bars, slot, phase, row, next_row, more,
+            chunks, (tokens,), memory, bars, slot, phase, row, next_row, more,
             at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
-            CHUNKS, AHEAD, STAGES, BLOCK_N,
+            CHUNKS, AHEAD, STAGES,
         )  # fmt: skip
         finish(
-            acc, gl.load(out_factor + expert), row, tile % GROUPS, rows, entry, board_at, rest, BLOCK_N, GROUPS,
+            acc[0], gl.load(out_factor + expert), row, tile % GROUPS, rows, entry, board_at, rest, BLOCK_N, GROUPS,
             DONE, QUEUE2, COLUMNS_OUT, HIDDEN, FP8,
         )  # fmt: skip
         tile, entry, row, at, expert, rows = next_tile, next_entry, next_row, next_at, next_expert, next_rows

@@ -44,6 +44,17 @@ def accumulator_layout(block_n):
     return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, block_n, 16])
 
 
+@gluon.constexpr_function
+def operand_layout(block_n):
+    return gl.DotOperandLayout(0, accumulator_layout(block_n), 2)
+
+
+@gluon.constexpr_function
+def most_rows(tiles):
+    """Token rows of the largest ring of tiles (width, stages, chunks ahead)."""
+    return max(tile[0] * tile[1] for tile in tiles)
+
+
 @gluon.jit
 def _load_chunk(words_at, scales_at):
     """A warp's 16 rows of one chunk: 8 words (steps 0-7) and its two scale bytes."""
@@ -126,36 +137,87 @@ def load_ahead(words_at, scales_at, AHEAD: gl.constexpr):
 
 
 @gluon.jit
-def fill(tokens, memory, bars, slot, row, column, pred):
-    """Start the copy of one stage of tokens into a slot of the ring."""
+def boxes_of(box256, box128, box64, box32):
+    """Descriptors of a token image, those that a launch has (others are None)."""
+    out = ()
+    if box256 is not None:
+        out = out + (box256,)
+    if box128 is not None:
+        out = out + (box128,)
+    if box64 is not None:
+        out = out + (box64,)
+    if box32 is not None:
+        out = out + (box32,)
+    return out
+
+
+@gluon.jit
+def parts(boxes, WIDTH: gl.constexpr):
+    """Of descriptors of boxes with a power of two of rows each, those that make up a tile of WIDTH tokens."""
+    out = ()
+    for i in gl.static_range(len(boxes)):
+        if (WIDTH & boxes[i].block_shape[0]) != 0:
+            out = out + (boxes[i],)
+    return out
+
+
+@gluon.jit
+def _rows_before(tokens, part: gl.constexpr):
+    """Rows of a tile that belong to the parts before one."""
+    rows: gl.constexpr = 0 if part == 0 else tokens[0].block_shape[0]
+    return rows
+
+
+@gluon.jit
+def _stage(tokens, memory, slot, part: gl.constexpr, STAGES: gl.constexpr):
+    """A part's tokens in a slot of the ring: behind the slots of the parts before it."""
+    return memory[part].index(STAGES * _rows_before(tokens, part) // tokens[part].block_shape[0] + slot)
+
+
+@gluon.jit
+def fill(tokens, memory, bars, slot, row, column, pred, STAGES: gl.constexpr):
+    """Start the copy of one stage of tokens, all parts, into a slot of the ring."""
     bar = bars.index(slot)
-    mbarrier.expect(bar, tokens.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(tokens, [row, column], bar, memory.index(slot), pred=pred)
+    first: gl.constexpr = tokens[0].block_type.nbytes
+    second: gl.constexpr = 0 if len(tokens) == 1 else tokens[len(tokens) - 1].block_type.nbytes
+    mbarrier.expect(bar, first + second, pred=pred)
+    for part in gl.static_range(len(tokens)):
+        into = _stage(tokens, memory, slot, part, STAGES)
+        at = [row + _rows_before(tokens, part), column]
+        tma.async_copy_global_to_shared(tokens[part], at, bar, into, pred=pred)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(bars.index(slot), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return bars
 
 
 @gluon.jit
 def empty_ring(tokens, STAGES: gl.constexpr):
     """Ring of token stages in shared memory: (memory, barriers)."""
     memory = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + tokens.block_shape, tokens.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(bars.index(slot), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    return memory, bars
+    return memory, _barriers(STAGES)
+
+
+@gluon.jit
+def _seen_by(memory, box):
+    slots: gl.constexpr = memory.shape[0] * memory.shape[1] // box.block_shape[0]
+    return memory._reinterpret(gl.bfloat16, [slots] + box.block_shape, box.layout)
 
 
 @gluon.jit
 def ring_within(memory, tokens, STAGES: gl.constexpr):
-    """Another ring in the same memory, with stages half as wide: to be used only while the other one is idle."""
-    shape: gl.constexpr = [2 * memory.shape[0]] + tokens.block_shape
-    half = memory._reinterpret(gl.bfloat16, shape, tokens.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(bars.index(slot), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    return half, bars
+    """Another ring in the same memory, for tiles of the given parts: to be used only while all others are idle.
+    Returns (memory as each part sees it, barriers)."""
+    as_parts = ()
+    for part in gl.static_range(len(tokens)):
+        as_parts = as_parts + (_seen_by(memory, tokens[part]),)
+    return as_parts, _barriers(STAGES)
 
 
 @gluon.jit
@@ -163,65 +225,70 @@ def fill_ahead(tokens, memory, bars, slot, row, STAGES: gl.constexpr):
     """Start the first STAGES - 1 copies of a tile into an idle ring, from `slot` on."""
     for stage in gl.static_range(STAGES - 1):
         into = gl.where(slot + stage >= STAGES, slot + stage - STAGES, slot + stage)
-        fill(tokens, memory, bars, into, row, stage * tokens.block_shape[1], True)
+        fill(tokens, memory, bars, into, row, stage * tokens[0].block_shape[1], True, STAGES)
 
 
 @gluon.jit
-def open_ring(tokens, row, STAGES: gl.constexpr):
-    """Ring with all but one slot being filled. Returns (memory, barriers)."""
-    memory, bars = empty_ring(tokens, STAGES)
-    for slot in gl.static_range(STAGES - 1):
-        fill(tokens, memory, bars, slot, row, slot * tokens.block_shape[1], True)
-    return memory, bars
+def _multiply_half(operand, tokens, memory, slot, column: gl.constexpr, acc, STAGES: gl.constexpr):
+    """Start the multiplications of 64 of K by all parts, and wait for those of the half before. Returns acc."""
+    out = ()
+    for part in gl.static_range(len(acc)):
+        half = _stage(tokens, memory, slot, part, STAGES).slice(column, 64, 1).permute((1, 0))
+        same = gl.convert_layout(operand, operand_layout(acc[part].type.shape[1]), assert_trivial=True)
+        out = out + (warpgroup_mma(same, half, acc[part], is_async=True),)
+    return _wait(out, len(acc))
+
+
+@gluon.jit
+def _wait(acc, num_outstanding: gl.constexpr):
+    out = warpgroup_mma_wait(num_outstanding=num_outstanding, deps=acc)
+    if len(acc) == 1:
+        done = (out,)
+    else:
+        done = (out[0], out[1])
+    return done
+
+
+@gluon.jit
+def _no_sums(BLOCK_N: gl.constexpr):
+    return gl.full([BLOCK_ROWS, BLOCK_N], 0.0, gl.float32, layout=accumulator_layout(BLOCK_N))
 
 
 @gluon.jit
 def multiply(
     chunks, tokens, memory, bars, slot, phase, row, next_row, more,
     words_at, scales_at, next_words_at, next_scales_at,
-    CHUNKS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHUNKS: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One tile. chunks: its first AHEAD chunks of weights, loaded. slot, phase: ring position of its first stage.
 
-    row: first token row; next_row, next_*: where the following tile's tokens and weights begin; more: there is one.
-    Returns (accumulator [128, BLOCK_N] fp32, chunks, slot, phase); the following tile's first loads are under way.
+    tokens, memory: descriptors and memory of the tile's parts. row: first token row; next_row, next_*: where the
+    following tile's tokens and weights begin; more: there is one. Returns (accumulator [128, rows] fp32 of every part,
+    chunks, slot, phase); the following tile's first loads are under way.
     """
-    layout: gl.constexpr = accumulator_layout(BLOCK_N)
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    per_stage: gl.constexpr = tokens.block_shape[1] // CHUNK
+    operand: gl.constexpr = operand_layout(tokens[0].block_shape[0])
+    per_stage: gl.constexpr = tokens[0].block_shape[1] // CHUNK
     num_stages: gl.constexpr = CHUNKS // per_stage
-    acc = gl.full([BLOCK_ROWS, BLOCK_N], 0.0, gl.float32, layout=layout)
+    acc = ()
+    for part in gl.static_range(len(tokens)):
+        acc = acc + (_no_sums(tokens[part].block_shape[0]),)
     even = _decode_half(chunks[0], 0, operand)
     for base in range(0, CHUNKS, AHEAD):
         reloaded = ()
         for i in gl.static_range(AHEAD):
             if i % per_stage == 0:
                 mbarrier.wait(bars.index(slot), phase)
-            stage = memory.index(slot)
-            acc = warpgroup_mma(
-                even, stage.slice(i % per_stage * CHUNK, 64, 1).permute((1, 0)), acc, is_async=True
-            )
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+            acc = _multiply_half(even, tokens, memory, slot, i % per_stage * CHUNK, acc, STAGES)
             if i % per_stage == 0:
                 # Whoever read the slot before this one is done: fill it with the stage that is STAGES - 1 ahead.
                 ahead = (base + i) // per_stage + (STAGES - 1)
                 beyond = ahead >= num_stages
-                column = gl.where(beyond, ahead - num_stages, ahead) * tokens.block_shape[1]
+                column = gl.where(beyond, ahead - num_stages, ahead) * (per_stage * CHUNK)
                 behind = gl.where(slot == 0, STAGES - 1, slot - 1)
-                fill(
-                    tokens,
-                    memory,
-                    bars,
-                    behind,
-                    gl.where(beyond, next_row, row),
-                    column,
-                    (beyond == 0) | more,
-                )
+                begin = gl.where(beyond, next_row, row)
+                fill(tokens, memory, bars, behind, begin, column, (beyond == 0) | more, STAGES)
             odd = _decode_half(chunks[i], 1, operand)
-            acc = warpgroup_mma(
-                odd, stage.slice(i % per_stage * CHUNK + 64, 64, 1).permute((1, 0)), acc, is_async=True
-            )
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+            acc = _multiply_half(odd, tokens, memory, slot, i % per_stage * CHUNK + 64, acc, STAGES)
             target = base + (i + AHEAD)
             past = target >= CHUNKS
             offset = gl.where(past, target - CHUNKS, target) * GROUP_BYTES
@@ -240,5 +307,61 @@ def multiply(
                 phase = gl.where(slot == STAGES, phase ^ 1, phase)
                 slot = gl.where(slot == STAGES, 0, slot)
         chunks = reloaded
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    return acc, chunks, slot, phase
+    return _wait(acc, 0), chunks, slot, phase
+
+
+@gluon.jit
+def _tiles_of_width(
+    begin, stop, tokens, memory, units, out_factor, work, num_programs, finish, rest,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """This thread block's share of the tiles [begin, stop), all of one width. tokens: descriptors of its parts."""
+    # Thread blocks take turns from tile 0 on, whatever its width.
+    first = begin + (gl.program_id(0) + num_programs - begin % num_programs) % num_programs
+    if first < stop:
+        words_off, scales_off = thread_offsets()
+        row, at = tile_origin(units, work, first, GROUPS, CHUNKS)
+        ring, bars = ring_within(memory, tokens, STAGES)
+        fill_ahead(tokens, ring, bars, 0, row, STAGES)
+        chunks = load_ahead(at + words_off, at + scales_off, AHEAD)
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        for tile in range(first, stop, num_programs):
+            row, at = tile_origin(units, work, tile, GROUPS, CHUNKS)
+            more = tile + num_programs < stop
+            next_row, next_at = tile_origin(
+                units, work, gl.where(more, tile + num_programs, tile), GROUPS, CHUNKS
+            )
+            acc, chunks, slot, phase = multiply(
+                chunks, tokens, ring, bars, slot, phase, row, next_row, more,
+                at + words_off, at + scales_off, next_at + words_off, next_at + scales_off,
+                CHUNKS, AHEAD, STAGES,
+            )  # fmt: skip
+            entry = work + tile // GROUPS * 4
+            factor = gl.load(out_factor + gl.load(entry))
+            rows = gl.load(entry + 2)
+            for part in gl.static_range(len(acc)):
+                before = _rows_before(tokens, part)
+                finish(acc[part], factor, row + before, tile % GROUPS, rows - before, rest, OPTIONS)
+
+
+@gluon.jit
+def persistent(
+    boxes, units, out_factor, work, num_entries, num_programs, finish, rest,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """All tiles, (entry, 128 rows of weights), the widest first. boxes: descriptors of the token image. work: int32
+    [entries, 4]: expert, first image row, rows, unused; num_entries: of each width. TILES: width, stages and chunks
+    ahead of each. finish(sums, factor, row, group, rows, rest, OPTIONS): what is done with a part of a tile."""
+    ring_rows: gl.constexpr = most_rows(TILES)
+    shape: gl.constexpr = [ring_rows // boxes[0].block_shape[0]] + boxes[0].block_shape
+    memory = gl.allocate_shared_memory(gl.bfloat16, shape, boxes[0].layout)
+    begin = gl.to_tensor(0)
+    for i in gl.static_range(len(TILES)):
+        stop = begin + gl.load(num_entries + i) * GROUPS
+        _tiles_of_width(
+            begin, stop, parts(boxes, TILES[i][0]), memory, units, out_factor, work, num_programs, finish, rest,
+            CHUNKS, GROUPS, TILES[i][1], TILES[i][2], OPTIONS,
+        )  # fmt: skip
+        begin = stop

@@ -11,6 +11,7 @@ from megamoe.backends.hopper.plan import (
     BLOCK_ROWS,
     COUNTER_WORDS,
     ENTRY_WORDS,
+    MAX_WIDTHS,
     STREAM_COSTS,
     Counter,
     GemmPlan,
@@ -60,7 +61,7 @@ def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool) -> None:
     experts, slots, addresses, weights = _routed_rows(group, rank, compact=compact)
     counts = torch.bincount(experts, minlength=buffers.shape.num_experts_per_rank).tolist()
     stream: list[list[tuple[int, int, int, int]]] = [[] for _ in STREAM_COSTS]
-    tiled: list[tuple[int, int, int, int]] = []
+    tiled: dict[int, list[tuple[int, int, int, int]]] = {width: [] for width in gemms.widths}
     for expert, cuts in enumerate(expert_entries(counts, gemms)):
         mine = (experts == expert).nonzero().flatten()
         first, last = cuts.first_row, cuts.first_row + len(mine)
@@ -76,17 +77,20 @@ def index(group: Group, rank: int, gemms: GemmPlan, *, compact: bool) -> None:
             if cuts.streaming:
                 stream[(count - 1) // 8].append((expert, first // BLOCK_ROWS + number, count, 0))
             else:
-                tiled.append((expert, first + number * gemms.block_n, count, 0))
+                begin = first + sum(cuts.rows[:number])
+                tiled[cuts.widths[number]].append((expert, begin, count, 0))
     work = buffers.work
     for offset, entries in (
         (buffers.sizes.stream_offset, [entry for width in stream for entry in width]),
-        (buffers.sizes.tiled_offset, tiled),
+        (buffers.sizes.tiled_offset, [entry for listed in tiled.values() for entry in listed]),
     ):
         flat = torch.tensor(entries, dtype=torch.int32).flatten()
         work[offset : offset + len(flat)] = flat.to(work.device)
     for width, listed in enumerate(stream):
         work[Counter.NUM_STREAM_ENTRIES + width] = len(listed)
-    work[Counter.NUM_TILED_ENTRIES] = len(tiled)
+    work[Counter.NUM_TILED_ENTRIES :][:MAX_WIDTHS] = 0
+    for number, listed in enumerate(tiled.values()):
+        work[Counter.NUM_TILED_ENTRIES + number] = len(listed)
     work[Counter.NUM_BLOCKS] = sum(-(-count // BLOCK_ROWS) for count in counts)
     work[Counter.NUM_ROUTED_ROWS] = sum(counts)
 
@@ -117,9 +121,10 @@ def entries_of(buffers: RankBuffers) -> list[tuple[bool, int, int, int]]:
     out = []
     counters = buffers.work[:COUNTER_WORDS].tolist()
     num_stream = sum(counters[Counter.NUM_STREAM_ENTRIES :][: len(STREAM_COSTS)])
+    num_tiled = sum(counters[Counter.NUM_TILED_ENTRIES :][:MAX_WIDTHS])
     for streaming, offset, number in (
         (True, buffers.sizes.stream_offset, num_stream),
-        (False, buffers.sizes.tiled_offset, counters[Counter.NUM_TILED_ENTRIES]),
+        (False, buffers.sizes.tiled_offset, num_tiled),
     ):
         table = buffers.work[offset : offset + ENTRY_WORDS * number].view(number, ENTRY_WORDS)
         for expert, first, count, _ in table.tolist():
