@@ -15,8 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from megamoe import SharedSegment, full_fence
 from megamoe.errors import InvalidArgumentError, UnavailableError, must_be
@@ -43,6 +42,7 @@ class Board:
         self.writer_id = writer_id
         self._fd = os.open(segment.path, os.O_RDWR)
         self._thread_lock = threading.Lock()
+        self._held = _Held(self)
         self._version = segment.word(layout.VERSION_AT)
         self._down = segment.word(layout.DOWN_AT)
         self._u64 = segment.buf.cast("Q")
@@ -100,18 +100,28 @@ class Board:
 
     # ------------------------------------------------------------------------------ lock and words
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> _Held:
         """Hold the board: for the few microseconds in which something is decided for all ranks.
 
         Raises UnavailableError naming the owner if the lock stays taken for 5 s (its process is stopped).
         """
-        with self._thread_lock:
+        return self._held
+
+    def hold(self) -> None:
+        """What entering `locked` does."""
+        self._thread_lock.acquire()
+        try:
             self._acquire()
-            try:
-                yield
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except BaseException:
+            self._thread_lock.release()
+            raise
+
+    def let_go(self) -> None:
+        """What leaving `locked` does."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
 
     def _acquire(self) -> None:
         deadline = 0.0
@@ -242,6 +252,21 @@ class Board:
     def down(self) -> ErrorReply | None:
         """Why the group is down, or None."""
         return layout.unpack_error(self.buf, layout.DOWN_ERROR_AT) if self._down.load() else None
+
+
+class _Held:
+    """`with board.locked()`: one object a board, since every layer call enters it."""
+
+    __slots__ = ("_board",)
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def __enter__(self) -> None:
+        self._board.hold()
+
+    def __exit__(self, *_: object) -> None:
+        self._board.let_go()
 
 
 def board_name(group_name: str) -> str:

@@ -43,11 +43,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Figures:
-    """Microseconds of one size: per call what the slowest rank's caller waited and what the slowest layer took;
-    overhead is waited minus layer, over all callers and calls."""
+    """Microseconds of one size: per call what the slowest rank's caller waited, what the slowest rank's runtime and the
+    slowest layer took; overhead is waited minus layer, over all callers and calls."""
 
     path: str
     call_us: float
+    runtime_us: float
     layer_us: float
     overhead_us: float
     overhead_p90_us: float
@@ -68,14 +69,21 @@ def print_bench_calls(settings: Settings, *, transports: str, rows: str) -> None
         highlight=False,
     )
     table = Table(
-        "transport", "rows\na rank", "path", "call\np50", "layer\np50", "overhead\np50", "overhead\np90"
+        "transport",
+        "rows\na rank",
+        "path",
+        "call\np50",
+        "runtime\np50",
+        "layer\np50",
+        "overhead\np50",
+        "overhead\np90",
     )
     with _callers(settings, info.num_ranks) as ask, out.status("measuring ..."):
         for way in ways:
             ask(("connect", way, max(sizes)))
             for size in sizes:
                 got = _figures(ask(("measure", size)))
-                numbers = (got.call_us, got.layer_us, got.overhead_us, got.overhead_p90_us)
+                numbers = (got.call_us, got.runtime_us, got.layer_us, got.overhead_us, got.overhead_p90_us)
                 table.add_row(way, str(size), got.path, *(f"{number:.0f}" for number in numbers))
             ask(("close",))
     out.print(table)
@@ -93,14 +101,16 @@ def _numbers(text: str, most: int) -> tuple[int, ...]:
 
 
 def _figures(answers: list[Any]) -> Figures:
-    """Of the answers of all callers: (path, waited and layer time of every call)."""
-    paths = {path for path, _, _ in answers}
-    waited = [max(calls) for calls in zip(*(walls for _, walls, _ in answers))]
-    layers = [max(calls) for calls in zip(*(layers for _, _, layers in answers))]
-    over = sorted(wall - layer for _, walls, layers in answers for wall, layer in zip(walls, layers))
+    """Of the answers of all callers: (path; waited, in the runtime and in the layer, of every call)."""
+    paths = {answer[0] for answer in answers}
+    waited, runtimes, layers = (
+        [max(calls) for calls in zip(*(answer[kind] for answer in answers))] for kind in (1, 2, 3)
+    )
+    over = sorted(wall - layer for _, walls, _, own in answers for wall, layer in zip(walls, own))
     return Figures(
         path=", ".join(sorted(paths)),
         call_us=statistics.median(waited),
+        runtime_us=statistics.median(runtimes),
         layer_us=statistics.median(layers),
         overhead_us=statistics.median(over),
         overhead_p90_us=over[len(over) * 9 // 10],
@@ -191,8 +201,8 @@ def _serve(pipe: Connection, settings: Settings, rank: int, run: int) -> None:
 
 def _measure(
     moe: MoeRank, in_memory: bool, settings: Settings, num_rows: int
-) -> tuple[str, list[float], list[float]]:
-    """(paths, microseconds waited of every timed call, microseconds of its layer)."""
+) -> tuple[str, list[float], list[float], list[float]]:
+    """(paths; microseconds of every timed call: waited, in its rank's runtime, of its layer)."""
     shape, layers = moe.info.shape, moe.info.num_layers
     ids, weights = route_rank(shape, "uniform", num_rows, seed=num_rows, rank=moe.rank)
     x = torch.randn(num_rows, shape.hidden, generator=torch.Generator().manual_seed(moe.rank)).bfloat16()
@@ -220,7 +230,7 @@ def _measure(
     if lent is not None:
         moe.unshare(lent)
     layer_us = [sum(report.times.total_us for report in pieces) for pieces in reports]
-    return ", ".join(sorted(paths)), walls, layer_us
+    return ", ".join(sorted(paths)), walls, [output.total_us for output in outputs], layer_us
 
 
 def _device(moe: MoeRank, settings: Settings) -> str:

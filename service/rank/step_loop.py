@@ -9,6 +9,7 @@ What the rank knows is a RankState; a bug here brings the group down, loudly.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -191,10 +192,15 @@ class StepLoop:
 
     def pin(self, ring: RingConsumer) -> None:
         """Let the device reach the rows of a ring where they lie, until it is closed. On the runtime's thread."""
-        try:
-            ring.on_close = self._runtime.pin(ring.segment.bytes_u8)
-        except HeapError as error:
-            log.warning("rank %d: rows of a ring are copied on their way to the device: %s", self.rank, error)
+        with contextlib.ExitStack() as pinned:
+            try:
+                for memory in ring.memories:
+                    pinned.callback(self._runtime.pin(memory))
+            except HeapError as error:
+                text = "rank %d: rows of a ring are copied on their way to the device: %s"
+                log.warning(text, self.rank, error)
+                return
+            ring.on_close = pinned.pop_all().close
 
     def with_lock(self) -> threading.Lock:
         """Hold the state still: for a few microseconds."""

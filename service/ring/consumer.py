@@ -9,6 +9,7 @@ for the bytes.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,8 @@ from service.ring.layout import RingSpec
 from service.ring.lent import LentTable
 from service.ring.record import CallViews, Record, TypedViews
 
+_OWN_PLACES, _OWN_ROWS = 16, 512
+"""Places and rows of calls whose ids are copied into memory that a device reaches; ids of others take one copy more."""
 _MOST_VIEWS = 512
 """Sets of views that are kept for the next call in the same place with as many rows."""
 
@@ -48,6 +51,12 @@ class RingConsumer:
         self.num_open = 0
         """Records taken and not answered."""
         self._typed = TypedViews(segment)
+        self._own_slots: dict[int, int] = {}
+        self._own_ids: torch.Tensor | None = None
+        if caller_shape is not None:
+            columns = min(spec.max_rows, _OWN_ROWS) * spec.num_topk
+            pages = mmap.mmap(-1, 4 * _OWN_PLACES * columns)
+            self._own_ids = torch.frombuffer(pages, dtype=torch.int32).view(_OWN_PLACES, columns)
         self._views: dict[tuple[int, int, int], CallViews] = {}
         self._published = segment.word(layout.PUBLISHED_AT)
         self._completed = segment.word(layout.COMPLETED_AT)
@@ -138,11 +147,28 @@ class RingConsumer:
                         f"layer call of {rows} rows", wanted, f"bytes [{offset}, {offset + where.num_bytes})"
                     )
                 )
-            found = CallViews(self._typed, self.spec, offset, where, rows, flags)
+            own = self._own_ids_at(offset, rows)
+            found = CallViews(self._typed, self.spec, offset, where, rows, flags, own)
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             self._views[key] = found
         return found
+
+    def _own_ids_at(self, offset: int, rows: int) -> torch.Tensor | None:
+        """Room of a place's own for a caller's ids; None where there is none left, or they are too many."""
+        if self._own_ids is None or rows * self.spec.num_topk > self._own_ids.shape[1]:
+            return None
+        slot = self._own_slots.setdefault(offset, len(self._own_slots))
+        if slot >= len(self._own_ids):
+            del self._own_slots[offset]
+            return None
+        return self._own_ids[slot, : rows * self.spec.num_topk].view(rows, self.spec.num_topk)
+
+    @property
+    def memories(self) -> tuple[torch.Tensor, ...]:
+        """What a device reads and writes of this ring, each in pages of its own."""
+        segment = self.segment.bytes_u8
+        return (segment,) if self._own_ids is None else (segment, self._own_ids)
 
     def complete(self, offset: int, kind: int, reply_offset: int, body: bytes) -> None:
         """Publish a reply: body, then state, then the count that the producer sleeps on."""

@@ -39,11 +39,21 @@ class CallViews:
 
     __slots__ = ("_copy", "ids", "out", "own_ids", "rows", "sf", "weights")
 
-    def __init__(self, views: TypedViews, spec: RingSpec, start: int, where: LayerMap, rows: int, flags: int):
+    def __init__(
+        self,
+        views: TypedViews,
+        spec: RingSpec,
+        start: int,
+        where: LayerMap,
+        rows: int,
+        flags: int,
+        own_ids: torch.Tensor | None,
+    ) -> None:
+        """own_ids: [rows, num_topk] int32 of this process alone, for `copy_ids`."""
         view, mxfp8 = views.at, bool(flags & layout.FLAG_MXFP8)
         self.ids = view(start + where.ids_at, rows, spec.num_topk, torch.int32)
         self.weights = view(start + where.weights_at, rows, spec.num_topk, torch.float32)
-        self.own_ids = torch.empty_like(self.ids)
+        self.own_ids = torch.empty_like(self.ids) if own_ids is None else own_ids
         self._copy = self.own_ids.data_ptr(), self.ids.data_ptr(), 4 * rows * spec.num_topk
         self.rows: torch.Tensor | None = None
         self.sf: torch.Tensor | None = None
