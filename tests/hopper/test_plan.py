@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 
 from megamoe.backends.hopper import plan
-from megamoe.backends.hopper.packing import CHUNK
+from megamoe.backends.hopper.packing import CHUNK, UNIT_BYTES
 from megamoe.errors import InternalError
 from megamoe.shape import MoeShape, preset
 
@@ -22,6 +22,34 @@ SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
 def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: int) -> None:
     got = plan.plan_gemms(V4_PRO, max_rows)
     assert (got.stream_max_rows, got.block_n) == (stream_max_rows, block_n)
+
+
+@pytest.mark.parametrize("block_n", [48, 96])
+def test_ring_fits_shared_memory_and_registers(block_n: int) -> None:
+    gemms = plan.GemmPlan(stream_max_rows=0, block_n=block_n, is_ring=True)
+    ring = gemms.ring
+    assert ring.narrow + ring.more == gemms.block_n
+    stage = ring.consumers * 2 * UNIT_BYTES + gemms.block_n * CHUNK * 2
+    # Beside the ring a consumer takes up to 4 KB and 128 bytes a token to lay out what it stores.
+    assert ring.stages * stage + ring.consumers * (4096 + 128 * ring.narrow) <= 227 * 1024
+    # A warpgroup has 128 threads; the loading warp counts as one, with 24 registers a thread.
+    assert ring.consumers * ring.num_regs + 24 <= 512
+    # Sums of 128 rows for both token boxes, a chunk's words, and half or all of it as bf16.
+    assert gemms.block_n + 16 + 32 * ring.halves <= ring.num_regs
+
+
+@pytest.mark.parametrize(("num_wide", "num_narrow"), [(0, 1), (7, 0), (5, 200), (1400, 900)])
+@pytest.mark.parametrize("num_programs", [1, 3, 132])
+def test_ring_programs_share_row_groups_by_cost(num_wide: int, num_narrow: int, num_programs: int) -> None:
+    ring = plan.GemmPlan(stream_max_rows=0, block_n=48, is_ring=True).ring
+    costs = [ring.costs[1]] * num_wide + [ring.costs[0]] * num_narrow
+    borders = [
+        plan.ring_group_at(sum(costs) * number // num_programs, num_wide, ring)
+        for number in range(num_programs + 1)
+    ]
+    assert (borders[0], borders[-1]) == (0, len(costs))
+    shares = [sum(costs[first:stop]) for first, stop in pairwise(borders)]
+    assert max(shares) - sum(costs) / num_programs < max(costs)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Launches of the expert GEMMs: the streaming kernel for experts with few rows, the tiled one for the rest."""
+"""Launches of the expert GEMMs: the streaming kernel for few rows an expert, the tiled or the ring kernel for the rest."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megamoe.backends.hopper.buffers import BoundLayer
-from megamoe.backends.hopper.launches import Launches
 from megamoe.backends.hopper.plan import GEMM1_STREAM, GEMM2_STREAM, Counter, GemmPlan, TiledPlan
+from megamoe.backends.hopper.ring_launches import RingLaunches
 
 
-class GemmLaunches(Launches):
+class GemmLaunches(RingLaunches):
     """Of one rank, on the current stream."""
 
     def gemm1(self, layer: BoundLayer, gemms: GemmPlan) -> None:
@@ -36,6 +36,9 @@ class GemmLaunches(Launches):
                 **self._chain,
                 maxnreg=128,
             )
+        if gemms.is_ring:
+            self._gemm1_ring(layer.w13, gemms.ring, chunks)
+            return
         tiles = gemms.tiles(b.shape.hidden)
         grid = self.device.share * tiles[0].occupancy
         gemm1.gemm1_tiled_kernel[(grid,)](
@@ -81,6 +84,9 @@ class GemmLaunches(Launches):
                 **self._chain,
                 maxnreg=128,
             )
+        if gemms.is_ring:
+            self._gemm2_ring(layer.w2, gemms.ring, common)
+            return
         tiles = gemms.tiles(b.shape.intermediate)
         grid = self.device.share * tiles[0].occupancy
         gemm2.gemm2_tiled_kernel[(grid,)](

@@ -9,7 +9,7 @@ import torch
 
 from megamoe.backends.hopper.buffers import RankBuffers, result_bytes
 from megamoe.backends.hopper.device import flags
-from megamoe.backends.hopper.packing import PackedMatrix
+from megamoe.backends.hopper.packing import UNIT_BYTES, PackedMatrix
 from megamoe.backends.hopper.plan import BOX_ROWS, TiledPlan, grid_share, next_power_of_2
 from megamoe.bundle import RowFormat
 from megamoe.layout import FlagKind
@@ -47,7 +47,7 @@ class Launches:
         self._ranks = {"own_rank": buffers.rank, "NUM_RANKS": shape.num_ranks}
         self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
         experts = shape.num_experts_per_rank
-        none = torch.zeros((experts, 1), dtype=torch.uint8, device=buffers.device)
+        none = torch.zeros((experts, 1, 1, 2, UNIT_BYTES), dtype=torch.uint8, device=buffers.device)
         self._no_weights = PackedMatrix(none, torch.ones(experts, device=buffers.device), 0, 0)
         self._descriptors: dict[tuple[int, int, int], Any] = {}
 
@@ -78,12 +78,19 @@ class Launches:
         return [self._box(image, rows, tiles[0]) if wanted & rows else None for rows in BOX_ROWS]
 
     def _box(self, image: torch.Tensor, rows: int, tiled: TiledPlan) -> Any:
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+        return self._box_of(image, rows, 128 * tiled.chunks_per_stage)
 
-        columns = 128 * tiled.chunks_per_stage
+    def _box_of(self, image: torch.Tensor, rows: int, columns: int) -> Any:
         key = (image.data_ptr(), rows, columns)
         if key not in self._descriptors:
-            layout = NVMMASharedLayout(128, 16, rank=2)
-            self._descriptors[key] = TensorDescriptor.from_tensor(image, [rows, columns], layout)
+            self._descriptors[key] = descriptor(image, [rows, columns], swizzle=128)
         return self._descriptors[key]
+
+
+def descriptor(tensor: torch.Tensor, box: list[int], *, swizzle: int) -> Any:
+    """TMA descriptor; swizzle: bytes of its pattern in shared memory."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle, 8 * tensor.element_size(), rank=len(box))
+    return TensorDescriptor.from_tensor(tensor, box, layout)

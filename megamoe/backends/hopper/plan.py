@@ -136,18 +136,56 @@ _WIDTHS = {96: (96, 64, 32), 256: (256, 192, 160, 128)}
 
 
 @dataclass(frozen=True, kw_only=True)
+class RingPlan:
+    """Ring kernel: `consumers` warpgroups with 128 rows of weights each, times `narrow` tokens or, for wide entries,
+    narrow + more of them; one thread block a multiprocessor. stages of one chunk of K are in flight. halves: half
+    chunks of weights that a consumer decodes before it multiplies them. num_regs: of a consumer's thread. costs: time
+    of a tile of a narrow and of a wide entry, relative."""
+
+    narrow: int
+    more: int
+    costs: tuple[int, int]
+    stages: int
+    consumers: int
+    halves: int
+    num_regs: int
+
+
+_RING = {
+    48: RingPlan(narrow=32, more=16, costs=(10, 13), stages=4, consumers=4, halves=1, num_regs=112),
+    96: RingPlan(narrow=64, more=32, costs=(10, 14), stages=3, consumers=3, halves=1, num_regs=160),
+}
+
+
+def ring_group_at(cost: int, num_wide: int, ring: RingPlan) -> int:
+    """The row group that is reached at a cost from the start, where num_wide ones of wide entries come first. Programs
+    of the ring kernel share the groups by equal cost (device code: ring_loop.group_range)."""
+    narrow_cost, wide_cost = ring.costs
+    beyond = cost - num_wide * wide_cost
+    return cost // wide_cost if beyond < 0 else num_wide + beyond // narrow_cost
+
+
+@dataclass(frozen=True, kw_only=True)
 class GemmPlan:
     """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel. block_n: its widest tile.
-    one_launch: both share thread blocks, and so the memory of a multiprocessor."""
+    one_launch: both share thread blocks, and so the memory of a multiprocessor. is_ring: all rows go to the ring
+    kernel, whose entries have two widths, instead."""
 
     stream_max_rows: int
     block_n: int
     one_launch: bool = False
+    is_ring: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Of all tiles, widest first."""
+        if self.is_ring:
+            return (self.block_n, self.ring.narrow)
         return (self.block_n,) if self.one_launch else _WIDTHS.get(self.block_n, (self.block_n,))
+
+    @property
+    def ring(self) -> RingPlan:
+        return _RING[self.block_n]
 
     def tiled(self, num_columns: int) -> TiledPlan:
         """Settings of the widest tiles for a matrix with that many columns (before padding)."""
@@ -209,16 +247,12 @@ def tile_rows(count: int, widths: tuple[int, ...]) -> tuple[int, ...]:
     return (widths[0],) * num_full + tuple(width for width in (last.first, last.second) if width)
 
 
-def plan_gemms(
-    shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
-) -> GemmPlan:
-    """Choose by the rows that an expert has on average if all ranks bring max_rows.
+def _mean_rows(shape: MoeShape, max_rows: int) -> float:
+    """Rows that an expert has on average if all ranks bring max_rows."""
+    return max_rows * shape.num_topk * shape.num_ranks / shape.num_experts
 
-    Thresholds: V4-Pro, one H200, layer times at 1 to 8192 tokens a rank, see docs/hopper.md. fp8_rows: the widest tile
-    has no shared memory left to weight and quantize rows in. batch_invariant: one kernel for every row, whatever its
-    mates.
-    """
-    mean = max_rows * shape.num_topk * shape.num_ranks / shape.num_experts
+
+def _streaming_and_tiled(mean: float, batch_invariant: bool, fp8_rows: bool) -> GemmPlan:
     stream_max_rows, block_n = next(kernels for limit, kernels in _BY_MEAN_ROWS if mean <= limit)
     if batch_invariant:
         stream_max_rows = 0
@@ -227,11 +261,27 @@ def plan_gemms(
     return GemmPlan(stream_max_rows=stream_max_rows, block_n=block_n)
 
 
+def plan_gemms(
+    shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
+) -> GemmPlan:
+    """Choose by the rows that an expert has on average if all ranks bring max_rows.
+
+    Thresholds: V4-Pro, one H200, layer times at 1 to 8192 tokens a rank, see docs/hopper.md. fp8_rows: the widest tile
+    and the ring have no shared memory left to weight and quantize rows in. batch_invariant: every row is summed in the
+    same order, whatever its mates: that of the ring and of the tiled kernel.
+    """
+    mean = _mean_rows(shape, max_rows)
+    for above, limit, block_n in _RING_BY_MEAN_ROWS:
+        if above < mean <= limit and not fp8_rows:
+            return GemmPlan(stream_max_rows=0, block_n=block_n, is_ring=True)
+    return _streaming_and_tiled(mean, batch_invariant, fp8_rows)
+
+
 def plan_small_m(
     shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
 ) -> GemmPlan:
-    """The same choice for the one launch of small_m, whose thread blocks have the registers of SMALL_M."""
-    gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows)
+    """For the one launch of small_m, whose thread blocks have the registers of SMALL_M: no ring."""
+    gemms = _streaming_and_tiled(_mean_rows(shape, max_rows), batch_invariant, fp8_rows)
     # Where streaming is the rule, its tokens need L1; FP8 rows are quantized in shared memory.
     narrow = fp8_rows or gemms.stream_max_rows == STREAM_LIMIT
     block_n = MIN_BLOCK_N if narrow else min(gemms.block_n, SMALL_M_BLOCK_N)
@@ -247,6 +297,8 @@ _BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (
     (float("inf"), (0, 256)),
 )
 """Up to a mean number of rows an expert: (stream_max_rows, block_n)."""
+_RING_BY_MEAN_ROWS: tuple[tuple[float, float, int], ...] = ()
+"""Where the ring kernel serves instead: above and up to a mean number of rows, its block_n."""
 
 
 @dataclass(frozen=True, kw_only=True)

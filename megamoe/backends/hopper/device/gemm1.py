@@ -134,16 +134,24 @@ def gemm1_stream_kernel(
 def finish_tiled(
     acc, factor, limit, image, first_row, group, rows, COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """SwiGLU in the thread (gate and up rows are 8 apart), round, and store into GEMM2's row-major image."""
+    """SwiGLU in the thread (gate and up rows are 8 apart), then into GEMM2's image."""
     x = gl.permute(gl.reshape(acc * factor, [8, 2, 8, BLOCK_N]), [0, 2, 3, 1])  # warp, g, token, gate or up
     gate, up = gl.split(x)
     h = gl.reshape(swiglu(gate, up, limit), [2, 32, BLOCK_N])
+    store_features(h, image, first_row, group, rows, COLUMNS_OUT, BLOCK_N, 8)
+
+
+@gluon.jit
+def store_features(
+    h, image, first_row, group, rows, COLUMNS_OUT: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr
+):
+    """Round a tile's features h [2 MX blocks, 32, tokens] and store them into GEMM2's row-major image."""
     value = mxfp8_rounded_columns(h).to(gl.bfloat16)
     # feature 32 u + 4 j + 2 i + lo of block t = 2 * (group % 2) + u -> position 16 j + 8 i + 2 t + lo of its chunk:
     # of every 8 positions, 4 are this tile's
     value = gl.reshape(value, [2, 8, 2, 2, BLOCK_N])  # u, j, i, lo, token
     value = gl.reshape(gl.permute(value, [4, 1, 2, 0, 3]), [BLOCK_N, FEATURES])
-    out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     value = gl.convert_layout(value, out)
     token = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, out))
     place = gl.arange(0, FEATURES, layout=gl.SliceLayout(0, out))

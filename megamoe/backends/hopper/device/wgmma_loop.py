@@ -96,14 +96,14 @@ def _decode_pair(word0, word1, scale):
 
 
 @gluon.jit
-def _decode_half(chunk, half: gl.constexpr, layout: gl.constexpr):
-    """Half a chunk -> A operand [rows, 64 of K], already in the registers where wgmma wants it."""
+def decode_half(chunk, half: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr):
+    """Half a chunk -> A operand [16 rows a warp, 64 of K], already in the registers where wgmma wants it."""
     r01 = _decode_pair(chunk[4 * half], chunk[4 * half + 1], chunk[8])
     r23 = _decode_pair(chunk[4 * half + 2], chunk[4 * half + 3], chunk[8])
     low = gl.join(_step_fragment(r01, 0), _step_fragment(r01, 4))
     high = gl.join(_step_fragment(r23, 0), _step_fragment(r23, 4))
-    x = gl.reshape(gl.join(low, high), [8, 8, 4, 2, 2, 2, 2, 2])  # warp, g, t, lo, h, i, j bit 0, j bit 1
-    x = gl.reshape(gl.permute(x, [0, 4, 1, 7, 6, 5, 2, 3]), [BLOCK_ROWS, 64])
+    x = gl.reshape(gl.join(low, high), [WARPS, 8, 4, 2, 2, 2, 2, 2])  # warp, g, t, lo, h, i, j bit 0, j bit 1
+    x = gl.reshape(gl.permute(x, [0, 4, 1, 7, 6, 5, 2, 3]), [16 * WARPS, 64])
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
@@ -272,7 +272,7 @@ def multiply(
     acc = ()
     for part in gl.static_range(len(tokens)):
         acc = acc + (_no_sums(tokens[part].block_shape[0]),)
-    even = _decode_half(chunks[0], 0, operand)
+    even = decode_half(chunks[0], 0, operand, 8)
     for base in range(0, CHUNKS, AHEAD):
         reloaded = ()
         for i in gl.static_range(AHEAD):
@@ -287,7 +287,7 @@ def multiply(
                 behind = gl.where(slot == 0, STAGES - 1, slot - 1)
                 begin = gl.where(beyond, next_row, row)
                 fill(tokens, memory, bars, behind, begin, column, (beyond == 0) | more, STAGES)
-            odd = _decode_half(chunks[i], 1, operand)
+            odd = decode_half(chunks[i], 1, operand, 8)
             acc = _multiply_half(odd, tokens, memory, slot, i % per_stage * CHUNK + 64, acc, STAGES)
             target = base + (i + AHEAD)
             past = target >= CHUNKS
@@ -299,9 +299,9 @@ def multiply(
                 ),
             )
             if i + 1 < AHEAD:
-                even = _decode_half(chunks[i + 1], 0, operand)
+                even = decode_half(chunks[i + 1], 0, operand, 8)
             else:
-                even = _decode_half(reloaded[0], 0, operand)
+                even = decode_half(reloaded[0], 0, operand, 8)
             if (i + 1) % per_stage == 0:
                 slot = slot + 1
                 phase = gl.where(slot == STAGES, phase ^ 1, phase)

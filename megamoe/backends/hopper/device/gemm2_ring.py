@@ -1,0 +1,43 @@
+"""GEMM2 of the ring kernel (see ring_loop.py): intermediate rows times the down projection, rows to their sources."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.backends.hopper.device import gemm2
+from megamoe.backends.hopper.device import ring_loop as ring
+from megamoe.backends.hopper.device.chain import after_previous_gluon
+
+
+@gluon.jit
+def _store_unit(acc, factor, rest, row, rows, first_feature, HIDDEN: gl.constexpr, FP8: gl.constexpr):
+    """Round 64 features and store them at their rows' sources."""
+    row_address, row_weight = rest
+    out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    y = acc * factor
+    if not FP8:
+        # Rounded before it crosses shared memory: half the bytes.
+        y = y.to(gl.bfloat16)
+    y = gl.convert_layout(gl.permute(y, (1, 0)), out)
+    gemm2.store_rows(y, row_address, row_weight, row, rows, first_feature, HIDDEN, FP8)
+
+
+@gluon.jit
+def _finish(acc0, acc1, factor, rest, row, rows, group, STATIC: gl.constexpr):
+    _store_unit(acc0, factor, rest, row, rows, group * 128, STATIC[0], STATIC[1])
+    _store_unit(acc1, factor, rest, row, rows, group * 128 + 64, STATIC[0], STATIC[1])
+
+
+@gluon.jit
+def gemm2_ring_kernel(
+    row_address, row_weight, words, scales, out_factor, tokens, more_tokens, work, counters, num_programs,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr, COSTS: gl.constexpr,
+):  # fmt: skip
+    """words, scales, tokens, more_tokens: TMA descriptors. work: as for GEMM1."""
+    after_previous_gluon()
+    ring.run(
+        tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, (row_address, row_weight),
+        _finish, (HIDDEN, FP8), CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES, REGISTERS, COSTS,
+    )  # fmt: skip

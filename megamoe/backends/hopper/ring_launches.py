@@ -1,0 +1,74 @@
+"""Launches of the ring GEMM, which serves all rows of a step whose experts have some 20 to 100 rows each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megamoe.backends.hopper.launches import Launches, descriptor
+from megamoe.backends.hopper.packing import CHUNK, UNIT_BYTES, PackedMatrix
+from megamoe.backends.hopper.plan import Counter, RingPlan
+
+
+class RingLaunches(Launches):
+    """Of one rank, on the current stream."""
+
+    def _gemm1_ring(self, w13: PackedMatrix, ring: RingPlan, chunks: dict[str, int]) -> None:
+        from megamoe.backends.hopper.device import gemm1_ring
+
+        b = self.buffers
+        gemm1_ring.gemm1_ring_kernel[(self.device.share,)](
+            b.middle,
+            *_weights(w13),
+            w13.out_factor,
+            *self._ring_tokens(b.image, ring),
+            b.work[b.sizes.tiled_offset :],
+            b.work[Counter.NUM_TILED_ENTRIES :],
+            self._limit,
+            self.device.share,
+            **chunks,
+            **_options(ring, b.sizes.gemm1_groups),
+            **self._chain,
+        )
+
+    def _gemm2_ring(self, w2: PackedMatrix, ring: RingPlan, common: dict[str, Any]) -> None:
+        from megamoe.backends.hopper.device import gemm2_ring
+
+        b = self.buffers
+        gemm2_ring.gemm2_ring_kernel[(self.device.share,)](
+            b.row_address,
+            b.row_weight,
+            *_weights(w2),
+            w2.out_factor,
+            *self._ring_tokens(b.middle, ring),
+            b.work[b.sizes.tiled_offset :],
+            b.work[Counter.NUM_TILED_ENTRIES :],
+            self.device.share,
+            **common,
+            **_options(ring, b.sizes.gemm2_groups),
+            **self._chain,
+        )
+
+    def _ring_tokens(self, image: torch.Tensor, ring: RingPlan) -> list[Any]:
+        """TMA descriptors of both token boxes of a tile."""
+        return [self._box_of(image, rows, CHUNK) for rows in (ring.narrow, ring.more)]
+
+
+def _weights(matrix: PackedMatrix) -> tuple[Any, Any]:
+    """TMA descriptors of a matrix: words and scales of the two units of 128 rows and one chunk."""
+    units = matrix.units.view(torch.int32).view(-1, UNIT_BYTES // 256, 64)
+    return descriptor(units, [2, 16, 64], swizzle=0), descriptor(units, [2, 1, 64], swizzle=0)
+
+
+def _options(ring: RingPlan, groups: int) -> dict[str, Any]:
+    """Constants of a ring kernel; groups: row groups of an expert's matrix."""
+    return {
+        "GROUPS": groups,
+        "STAGES": ring.stages,
+        "CONSUMERS": ring.consumers,
+        "HALVES": ring.halves,
+        "REGISTERS": ring.num_regs,
+        "COSTS": ring.costs,
+        "num_warps": 4,
+    }
