@@ -1,4 +1,4 @@
-"""Launches of the expert GEMMs: the streaming kernel for few rows an expert, the tiled or the ring kernel for the rest."""
+"""Launches of the expert GEMMs: the streaming kernel for few rows an expert, the tiled or ring kernel for the rest."""
 
 from __future__ import annotations
 

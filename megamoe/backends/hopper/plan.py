@@ -159,7 +159,7 @@ _RING = {
 
 def ring_group_at(cost: int, num_wide: int, ring: RingPlan) -> int:
     """The row group that is reached at a cost from the start, where num_wide ones of wide entries come first. Programs
-    of the ring kernel share the groups by equal cost (device code: ring_loop.group_range)."""
+    of the ring kernel share the groups by equal cost (device code: ring_gemm.group_range)."""
     narrow_cost, wide_cost = ring.costs
     beyond = cost - num_wide * wide_cost
     return cost // wide_cost if beyond < 0 else num_wide + beyond // narrow_cost

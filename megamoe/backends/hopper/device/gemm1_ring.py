@@ -1,12 +1,11 @@
-"""GEMM1 of the ring kernel (see ring_loop.py): rows times gate and up weights, SwiGLU, MXFP8 into GEMM2's operand."""
+"""GEMM1 of the ring kernel (ring_gemm.py): rows times gate and up weights, SwiGLU, MXFP8 into GEMM2's operand."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.backends.hopper.device import gemm1
-from megamoe.backends.hopper.device import ring_loop as ring
+from megamoe.backends.hopper.device import gemm1, ring_gemm
 from megamoe.backends.hopper.device.chain import after_previous_gluon
 
 
@@ -30,7 +29,7 @@ def gemm1_ring_kernel(
     """words, scales, tokens, more_tokens: TMA descriptors. work: int32 [entries, 4]: expert, first image row, rows (at
     most those of both token boxes), unused."""
     after_previous_gluon()
-    ring.run(
+    ring_gemm.run(
         tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, (image_out, limit),
         _finish, CHUNKS_OUT, CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES, REGISTERS, COSTS,
     )  # fmt: skip

@@ -1,12 +1,11 @@
-"""GEMM2 of the ring kernel (see ring_loop.py): intermediate rows times the down projection, rows to their sources."""
+"""GEMM2 of the ring kernel (ring_gemm.py): intermediate rows times the down projection, rows to their sources."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.backends.hopper.device import gemm2
-from megamoe.backends.hopper.device import ring_loop as ring
+from megamoe.backends.hopper.device import gemm2, ring_gemm
 from megamoe.backends.hopper.device.chain import after_previous_gluon
 
 
@@ -37,7 +36,7 @@ def gemm2_ring_kernel(
 ):  # fmt: skip
     """words, scales, tokens, more_tokens: TMA descriptors. work: as for GEMM1."""
     after_previous_gluon()
-    ring.run(
+    ring_gemm.run(
         tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, (row_address, row_weight),
         _finish, (HIDDEN, FP8), CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES, REGISTERS, COSTS,
     )  # fmt: skip
