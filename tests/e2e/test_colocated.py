@@ -9,6 +9,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +36,11 @@ from megamoe.errors import (
 )
 from megamoe.mx import quantize_mxfp8
 from megamoe.reference import quantized_moe, relative_l2, tolerance
+from service.cli.bench_calls import Settings, print_bench_calls
 from service.client import Front, MoeGroup, MoeRank
 from service.pb import moe_pb2 as pb
 from service.ring import layout
-from tests.e2e.harness import ServiceProcess, rows, running
+from tests.e2e.harness import ROOT, ServiceProcess, rows, running
 
 SHAPE = MoeShape(
     name="two",
@@ -389,6 +392,44 @@ def test_other_callers_are_served_beside_it(front: str) -> None:
     with Front(front) as door:
         outs.append(door.forward_step(1, batches).hidden_states)
     assert all(torch.equal(a, b) for got in outs for a, b in zip(got, outs[0]))
+
+
+def test_bench_calls_measures_every_transport(front: str) -> None:
+    def run(*options: str) -> tuple[int, str]:
+        command = [
+            sys.executable,
+            "-m",
+            "service.cli",
+            "bench-calls",
+            f"--front={front}",
+            "--calls=4",
+            *options,
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=environment, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    status, text = run("--rows=1,9")
+    assert status == 0, text
+    lines = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    assert [line[:3] for line in cells] == [
+        [transport, size, "small_m"] for transport in ("grpc", "ring", "memory") for size in ("1", "9")
+    ]
+    for line in cells:
+        call_us, runtime_us, layer_us, overhead_us = map(int, line[3:7])
+        assert call_us > runtime_us >= layer_us > 0
+        assert 0 < overhead_us < call_us
+    settings = Settings(front=front, calls=4, phase="decode", spin_us=0.0, device="")
+    for change, said in (
+        ({"transports": "grpc,udp"}, "transport must be of ring, memory, grpc, got 'grpc,udp'"),
+        ({"rows": "0"}, "rows must be numbers from 1 to the service's max_tokens_per_rank = 512"),
+        ({"rows": "513"}, "rows must be numbers from 1 to"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=said):
+            print_bench_calls(settings, **{"transports": "ring", "rows": "1", **change})
 
 
 async def test_the_load_generator_may_use_rings(front: str, service: ServiceProcess) -> None:
