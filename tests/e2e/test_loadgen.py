@@ -31,6 +31,7 @@ def counted(addresses: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     return calls, paths
 
 
+@pytest.mark.any_backend
 def test_a_run_reports_what_the_service_counted(
     running_service: ServiceProcess, start_loadgen: Start, tmp_path: Path
 ) -> None:
