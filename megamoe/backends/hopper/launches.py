@@ -9,6 +9,7 @@ import torch
 
 from megamoe.backends.hopper.buffers import RankBuffers, result_bytes
 from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.keys import settle_keys
 from megamoe.backends.hopper.packing import UNIT_BYTES, PackedMatrix
 from megamoe.backends.hopper.plan import BOX_ROWS, TiledPlan, grid_share, next_power_of_2
 from megamoe.bundle import RowFormat
@@ -35,6 +36,7 @@ class Launches:
     """Base of the rooms that launch kernels."""
 
     def __init__(self, buffers: RankBuffers, device: Device, row_format: RowFormat) -> None:
+        settle_keys()
         self.buffers = buffers
         self.device = device
         self.fp8 = row_format is RowFormat.FP8
