@@ -37,7 +37,7 @@ class Settings:
     front: str
     calls: int
     phase: str
-    spin_us: float
+    spin_us: float | None
     device: str
 
 

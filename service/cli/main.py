@@ -139,7 +139,9 @@ def bench_calls(
     rows: Annotated[str, typer.Option(help="rows a rank, with commas between")] = "1,16,128,512",
     calls: Annotated[int, typer.Option(min=3, help="timed layer calls a transport and size")] = 200,
     phase: Annotated[str, typer.Option(help="decode or prefill")] = "decode",
-    spin_us: Annotated[float, typer.Option(min=0, help="how long callers spin before they sleep")] = 0.0,
+    spin_us: Annotated[
+        float | None, typer.Option(min=0, help="how long callers spin before they sleep; default: as MoeRank")
+    ] = None,
     device: Annotated[
         str, typer.Option(help="of rows with transport memory: cpu, cuda:0, ...; default: the rank's own")
     ] = "",

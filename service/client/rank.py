@@ -29,6 +29,8 @@ from service.pb import moe_pb2 as pb
 
 TRANSPORTS = ("ring", "memory", "grpc")
 _LEASE_TRIES = 3
+_SPIN_ON_GPU_US = 1000.0
+"""As the service's loops: longer than a decode layer of a large model (400 us on an H200), shorter than is felt."""
 
 
 class RankOutput:
@@ -76,15 +78,15 @@ class MoeRank:
         transport: str = "ring",
         max_rows: int = 0,
         num_calls: int = 4,
-        spin_us: float = 0.0,
+        spin_us: float | None = None,
         wait_ready_s: float = 30.0,
     ) -> Iterator[MoeRank]:
         """Lease rank `rank` of the service at `front` (host:port) for the caller group called `holder`.
 
         transport: how rows travel. "ring": through shared memory of the host; "memory": they stay in memory that the
         rank reads and writes (`share`); "grpc": over the network. max_rows: most rows of one layer call, 0 = the
-        service's max_tokens_per_rank; num_calls: layer calls in flight; spin_us: how long a wait spins before it
-        sleeps (it burns a core).
+        service's max_tokens_per_rank; num_calls: layer calls in flight; spin_us: how long a wait looks for its answer
+        before it sleeps, which keeps a core busy: None = 1000 where ranks are on GPUs, else 0.
         Raises UnavailableError (not ready, or not on this host), LeaseHeldError, OverloadedError (too many rings).
         """
         if transport not in TRANSPORTS:
@@ -104,6 +106,8 @@ class MoeRank:
             if transport == "grpc":
                 way = GrpcTransport(link)
             else:
+                if spin_us is None:
+                    spin_us = 0.0 if info.backend == "cpu" else _SPIN_ON_GPU_US
                 most = max_rows or info.limits.max_tokens_per_rank
                 way = RingTransport(
                     link,

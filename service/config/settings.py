@@ -106,10 +106,11 @@ class ServiceConfig(BaseModel):
         4, ge=0, le=64, description="rings in shared memory that a rank opens for callers on its host"
     )
     loop_spin_us: float = Field(
-        0.0,
-        ge=0,
+        -1.0,
+        ge=-1,
         le=1e6,
-        description="how long a rank looks for its next request before it sleeps; keeps a core busy",
+        description="how long a rank looks for its next request before it sleeps, which keeps a core busy; -1 = 1000 "
+        "where ranks are on GPUs, else 0",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
 
@@ -196,6 +197,15 @@ class ServiceConfig(BaseModel):
     @property
     def public_host(self) -> str:
         return self.advertise_host or self.host
+
+    @property
+    def loop_spin_s(self) -> float:
+        """How long a rank looks for its next request before it sleeps.
+
+        On a GPU a layer and the attention before the next one take less than a millisecond, and hosts have cores.
+        """
+        spin_us = self.loop_spin_us if self.loop_spin_us >= 0 else 1000.0 * self.on_gpu
+        return spin_us * 1e-6
 
     @property
     def on_gpu(self) -> bool:

@@ -169,7 +169,7 @@ class RankProcess:
         settings = LoopSettings(
             step_timeout_s=config.step_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
-            spin_s=config.loop_spin_us * 1e-6,
+            spin_s=config.loop_spin_s,
         )
         loop = StepLoop(board, rank, runtime, rings, settings=settings, observer=metrics)
         for ring in rings:

@@ -422,7 +422,7 @@ def test_bench_calls_measures_every_transport(front: str) -> None:
         call_us, runtime_us, layer_us, overhead_us = map(int, line[3:7])
         assert call_us > runtime_us >= layer_us > 0
         assert 0 < overhead_us < call_us
-    settings = Settings(front=front, calls=4, phase="decode", spin_us=0.0, device="")
+    settings = Settings(front=front, calls=4, phase="decode", spin_us=None, device="")
     for change, said in (
         ({"transports": "grpc,udp"}, "transport must be of ring, memory, grpc, got 'grpc,udp'"),
         ({"rows": "0"}, "rows must be numbers from 1 to the service's max_tokens_per_rank = 512"),
