@@ -40,7 +40,7 @@ from service.cli.bench_calls import Settings, print_bench_calls
 from service.client import Front, MoeGroup, MoeRank
 from service.pb import moe_pb2 as pb
 from service.ring import layout
-from tests.e2e.harness import ROOT, ServiceProcess, rows, running
+from tests.e2e.harness import ROOT, ServiceProcess, gone, rows, running
 
 SHAPE = MoeShape(
     name="two",
@@ -460,24 +460,30 @@ def test_a_restarted_caller_group_takes_the_place_of_its_earlier_run(front: str)
                 pass
 
 
-def test_a_killed_rank_ends_its_callers_waits_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["rank", "supervisor"])
+def test_a_killed_service_ends_its_callers_waits_and_leaves_nothing(tmp_path: Path, victim: str) -> None:
     config = tmp_path / "config.yaml"
     table = {name: getattr(SHAPE, name) for name in MoeShape.__dataclass_fields__}
     config.write_text(json.dumps({"shape": table, "restart": False}))
     with running(f"--config={config}") as service, ExitStack() as opened:
+        family = service.family()
         moes = [opened.enter_context(MoeRank.connect(service.front, rank=r, holder="k")) for r in range(2)]
-        memory = opened.enter_context(MoeRank.connect(service.front, rank=1, holder="k", transport="memory"))
-        memory.share(4096)
+        lender = opened.enter_context(MoeRank.connect(service.front, rank=1, holder="k", transport="memory"))
+        lender.share(4096)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: moes[0].step(2).__enter__())
             time.sleep(0.2)
-            os.kill(service.rank_pids[1], signal.SIGKILL)
+            pid = service.rank_pids[1] if victim == "rank" else service.process.pid
+            os.kill(pid, signal.SIGKILL)
             started = time.monotonic()
             with pytest.raises((UnavailableError, PeerTimeoutError)):
                 waiting.result(20)
         assert time.monotonic() - started < STEP_TIMEOUT_S + 1
+        assert gone(family)
         with pytest.raises(UnavailableError), moes[1].step(2):
             pass
         service.process.wait(30)
-    assert not service.segments()
-    assert not lent_segments()
+    deadline = time.monotonic() + 10
+    while (left := service.segments() + lent_segments()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
