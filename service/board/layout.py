@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 
 from service.messages import ErrorReply
-from service.ring.codec import cut_text
+from service.ring.step_codec import cut_text
 
 MAX_RANKS = 8
 MAX_MICRO_BATCHES = 32

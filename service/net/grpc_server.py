@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from megamoe.errors import ConfigError, InternalError, InvalidArgumentError, MegaMoeError, must_be, ranks_of
 from service.net import codec
 from service.pb import moe_pb2 as pb
-from service.ring.codec import cut_text
+from service.ring.step_codec import cut_text
 
 log = logging.getLogger("megamoe.grpc")
 

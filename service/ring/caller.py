@@ -16,7 +16,7 @@ from collections.abc import Callable
 from megamoe import MX_BLOCK, SharedSegment, fence, full_fence
 from megamoe.errors import ConfigError, OverloadedError, PeerTimeoutError
 from service.messages import CloseRequest, IntentRequest
-from service.ring import codec, layout
+from service.ring import codec, layout, step_codec
 from service.ring.bell import Bell
 from service.ring.layout import RingSpec
 
@@ -27,12 +27,12 @@ _SPINS_PER_LOOK = 16
 
 _memmove = ctypes.memmove
 _pack_record = layout.RECORD_HEAD.pack_into
-_pack_call = codec.LAYER_HEAD.pack_into
-_pack_places = codec.PLACES.pack_into
+_pack_call = step_codec.LAYER_HEAD.pack_into
+_pack_places = step_codec.PLACES.pack_into
 _pack_descriptor = layout.DESCRIPTOR.pack_into
 _SUBMITTED, _REPLIED, _ALIGN = layout.STATE_SUBMITTED, layout.STATE_REPLIED, layout.RECORD_ALIGN
 _LAYER, _NO_PLACES = codec.LAYER, (0, 0, 0, 0, 0)
-_REPLY_AT = _ALIGN + layout.align_up(codec.LAYER_BODY_BYTES)
+_REPLY_AT = _ALIGN + layout.align_up(step_codec.LAYER_BODY_BYTES)
 _now_ns, _now = time.monotonic_ns, time.monotonic
 
 
@@ -124,10 +124,10 @@ class RingCaller:
         lease, generation, step_id, micro_batch = names
         buf = self._buf
         _pack_call(buf, at + _ALIGN, lease, generation, step_id, micro_batch, layer_idx, sequence, 0, 0)
-        _pack_places(buf, at + _ALIGN + codec.LAYER_HEAD.size, *places)
+        _pack_places(buf, at + _ALIGN + step_codec.LAYER_HEAD.size, *places)
         number = self._number
         _pack_record(
-            buf, at, _SUBMITTED, _LAYER, number, _now_ns(), codec.LAYER_BODY_BYTES, num_rows, flags, 0, 0
+            buf, at, _SUBMITTED, _LAYER, number, _now_ns(), step_codec.LAYER_BODY_BYTES, num_rows, flags, 0, 0
         )
         self._publish(at, number, control=False)
         return at

@@ -16,7 +16,7 @@ import torch
 
 from megamoe import MoeShape, SharedSegment, fence, full_fence
 from megamoe.errors import InvalidArgumentError, must_be
-from service.ring import codec, layout
+from service.ring import codec, layout, step_codec
 from service.ring.layout import RingSpec
 from service.ring.lent import LentTable
 from service.ring.record import CallViews, Record, TypedViews
@@ -214,7 +214,7 @@ def _malformed(spec: RingSpec, offset: int, head: tuple[int, ...], number: int) 
     if is_call != (kind == codec.LAYER):
         pool = "layer calls" if kind == codec.LAYER else "control messages"
         return must_be("place of a record", f"in the pool of {pool}", offset)
-    most = codec.LAYER_BODY_BYTES if is_call else layout.CONTROL_BODY_BYTES
+    most = step_codec.LAYER_BODY_BYTES if is_call else layout.CONTROL_BODY_BYTES
     if body_bytes > most:
         return must_be("body of a record", f"at most {most} bytes", body_bytes)
     return ""

@@ -15,7 +15,8 @@ from functools import cached_property
 from megamoe import MX_BLOCK, Deployment
 from megamoe.errors import InvalidArgumentError, must_be
 from service.messages import ErrorReply
-from service.ring.codec import LAYER_BODY_BYTES, MAX_TEXT_BYTES, REPORT_BYTES, cut_text
+from service.ring.codec import REPORT_BYTES
+from service.ring.step_codec import LAYER_BODY_BYTES, MAX_TEXT_BYTES, cut_text
 
 RECORD_ALIGN = 128
 MAGIC = 0x4D4F4552_0002  # layout version in the low half

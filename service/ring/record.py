@@ -13,7 +13,7 @@ import torch
 from megamoe import MX_BLOCK, MoeBatch, MoeShape, SharedSegment
 from megamoe.errors import InvalidArgumentError, must_be
 from service.messages import ErrorReply, LayerReply, Reply, Request
-from service.ring import codec, layout
+from service.ring import codec, layout, step_codec
 from service.ring.layout import LayerMap, RingSpec
 from service.ring.lent import LentMemory
 
@@ -95,7 +95,7 @@ class Record:
         self._consumer = consumer
         self._offset = offset
         self.replied = False
-        self._head: codec.LayerHead | None = None
+        self._head: step_codec.LayerHead | None = None
         self._batch: MoeBatch | None = None
         self._out: torch.Tensor | None = None
         self._in_use: tuple[LentMemory, LentMemory] | None = None
@@ -103,19 +103,19 @@ class Record:
         # Copied, so that nobody changes it between a check and its use.
         self._body = bytes(consumer.buf[at : at + body_bytes])
         self._reply_at = at + (
-            layout.align_up(max(body_bytes, codec.LAYER_BODY_BYTES))
+            layout.align_up(max(body_bytes, step_codec.LAYER_BODY_BYTES))
             if self.kind == codec.LAYER
             else layout.CONTROL_BODY_BYTES
         )
 
-    def layer_head(self) -> codec.LayerHead:
+    def layer_head(self) -> step_codec.LayerHead:
         """A layer call without its tensors; its refusal says what is wrong with them.
 
         Raises InvalidArgumentError for a body that is no call.
         """
         if self._head is None:
             in_memory = bool(self._flags & layout.FLAG_IN_MEMORY)
-            head = self._head = codec.decode_layer(self._body, in_memory=in_memory)
+            head = self._head = step_codec.decode_layer(self._body, in_memory=in_memory)
             if self._consumer.caller_shape is not None:
                 try:
                     self._check_call(head, self._consumer.caller_shape)
@@ -124,7 +124,7 @@ class Record:
                     head.refusal = error.code, str(error)
         return self._head
 
-    def _check_call(self, head: codec.LayerHead, shape: MoeShape) -> None:
+    def _check_call(self, head: step_codec.LayerHead, shape: MoeShape) -> None:
         """The rows of a caller's record. Raises InvalidArgumentError naming what is wrong with them."""
         consumer, flags, rows = self._consumer, self._flags, self.num_rows
         if head.refusal is not None:

@@ -17,7 +17,7 @@ from megamoe.errors import UnavailableError
 from service.config import load_config
 from service.front.group import FrontGroup, StepJob
 from service.messages import LeaseRequest
-from service.ring.codec import LayerHead
+from service.ring.step_codec import LayerHead
 from service.ring.ring import RingProducer
 from tests.service.fake_rank import FakeRank
 

@@ -16,7 +16,7 @@ from megamoe.errors import InvalidArgumentError
 from service.messages import IntentRequest
 from service.net.grpc_server import LAYER_SERVICE
 from service.pb import moe_pb2 as pb
-from service.ring.codec import LayerHead
+from service.ring.step_codec import LayerHead
 from tests.service.served_rank import STEP_TIMEOUT_S, ServedRank, layer_call
 
 LEASE = pb.ForwardRequest(lease=pb.Lease(holder="me"))

@@ -18,7 +18,7 @@ from service.net import wire
 from service.net.grpc_server import LAYER_SERVICE
 from service.pb import moe_pb2 as pb
 from service.pb.moe_pb2_grpc import MoELayerStub
-from service.ring.codec import LayerHead
+from service.ring.step_codec import LayerHead
 from tests.service.served_rank import CONFIG, SHAPE, ServedRank, layer_call
 
 

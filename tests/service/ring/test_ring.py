@@ -47,6 +47,7 @@ from service.messages import (
 )
 from service.ring import codec as ring_codec
 from service.ring import layout as ring_layout
+from service.ring import step_codec
 from service.ring.async_ring import AsyncRing
 from service.ring.ring import RingConsumer, RingProducer, RingSpec
 
@@ -192,7 +193,7 @@ def test_the_longest_error_fits_every_record(ring: tuple[RingProducer, RingConsu
             assert isinstance(reply, ErrorReply)
             assert reply.code == "invalid_argument"
             assert text.startswith(reply.message)
-            assert len(reply.message.encode()) >= ring_codec.MAX_TEXT_BYTES - 2
+            assert len(reply.message.encode()) >= step_codec.MAX_TEXT_BYTES - 2
             producer.release(ticket)
 
 
