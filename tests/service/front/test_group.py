@@ -17,8 +17,8 @@ from megamoe.errors import UnavailableError
 from service.config import load_config
 from service.front.group import FrontGroup, StepJob
 from service.messages import LeaseRequest
-from service.ring.step_codec import LayerHead
 from service.ring.ring import RingProducer
+from service.ring.step_codec import LayerHead
 from tests.service.fake_rank import FakeRank
 
 CONFIG = load_config(overrides={"num_ranks": 1}, env=False)
