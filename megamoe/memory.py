@@ -39,8 +39,9 @@ class MemoryHandle:
     """What a process needs to open memory of another one; plain bytes and numbers, so that any wire can carry it.
 
     kind: a MemoryKind, as its text. payload: posix_shm: the segment's name in UTF-8; cuda_ipc: the 64 bytes of the
-    cudaIpcMemHandle_t of the allocation. offset: where the lent bytes begin in what payload names. num_bytes: how many
-    are lent. device: "" for the host, a GPU's UUID ("GPU-...") for cuda_ipc.
+    cudaIpcMemHandle_t of the allocation, then the 64 of the cudaIpcEventHandle_t of the event that its owner records
+    when it publishes. offset: where the lent bytes begin in what payload names. num_bytes: how many are lent. device:
+    "" for the host, a GPU's UUID ("GPU-...") for cuda_ipc.
     """
 
     kind: str
@@ -86,7 +87,8 @@ class SharedMemory(OpenMemory, Protocol):
     def handle(self) -> MemoryHandle: ...
 
     def publish(self) -> None:
-        """What this process wrote so far is there for whoever opened the memory (a GPU: waits for its stream)."""
+        """What this process wrote so far, or queued on its current stream, is there before a rank that it then calls
+        reads the memory. Does not wait."""
 
 
 def check_view(num_bytes: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:

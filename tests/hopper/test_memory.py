@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,17 @@ from megamoe.memory import HostMemory, MemoryHandle, MemoryKind
 
 GPU = torch.device("cuda", 1)
 UUID = "GPU-of-this-test"
+EVENT = b"e" * 64
+
+
+class Event:
+    """An event of another process. done: whether its GPU has come there."""
+
+    def __init__(self) -> None:
+        self.done = True
+
+    def query(self) -> bool:
+        return self.done
 
 
 class Driver:
@@ -27,6 +39,7 @@ class Driver:
         self.opens = 0
         self.closed: list[int] = []
         self.launched: list[tuple[int, int]] = []
+        self.events: dict[bytes, Event] = {EVENT: Event()}
 
     def allocate(self, name: bytes, num_bytes: int) -> torch.Tensor:
         self.allocations[name.ljust(64, b"\1")] = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -98,6 +111,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(driver, "_library", lambda: fake)
     monkeypatch.setattr(memory, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(memory, "tensor_at", tensor_at)
+    monkeypatch.setattr(memory, "open_event", lambda handle, device: fake.events[bytes(handle)])
     monkeypatch.setattr(memory, "_lent", set())
     driver.context_of.cache_clear()
     yield fake
@@ -111,7 +125,7 @@ def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tenso
 def handle_of(name: bytes, *, offset: int = 0, num_bytes: int = 64, device: str = UUID) -> MemoryHandle:
     return MemoryHandle(
         kind=MemoryKind.CUDA_IPC,
-        payload=name.ljust(64, b"\1"),
+        payload=name.ljust(64, b"\1") + EVENT,
         offset=offset,
         num_bytes=num_bytes,
         device=device,
@@ -183,7 +197,7 @@ def test_what_cannot_be_opened_is_refused_by_name(played: Driver) -> None:
     with pytest.raises(InvalidArgumentError, match=r"memory.payload .*CUDA_ERROR_INVALID_HANDLE"):
         memory.DeviceMemory.open(handle_of(b"gone"), GPU)
     short = MemoryHandle(kind=MemoryKind.CUDA_IPC, payload=b"abc", offset=0, num_bytes=1, device=UUID)
-    with pytest.raises(InvalidArgumentError, match=r"memory.payload must be 64 bytes, got 3"):
+    with pytest.raises(InvalidArgumentError, match=r"memory.payload must be 128 bytes, got 3"):
         memory.DeviceMemory.open(short, GPU)
     assert played.contexts == 0
 
@@ -193,7 +207,21 @@ def test_a_process_does_not_open_what_it_lends(played: Driver) -> None:
     handle = memory.export_tensor(lent(whole))
     assert (handle.offset, handle.num_bytes, handle.device) == (0, 64, UUID)
     with pytest.raises(InvalidArgumentError, match="of another process, got of this one"):
-        memory.DeviceMemory.open(handle, GPU)
+        memory.DeviceMemory.open(replace(handle, payload=handle.payload + EVENT), GPU)
+
+
+def test_memory_knows_its_addresses_and_whether_its_owners_gpu_has_come(played: Driver) -> None:
+    start = played.allocate(b"a", 4096).data_ptr()
+    opened = memory.DeviceMemory.open(handle_of(b"a", offset=256, num_bytes=1024), GPU)
+    assert [opened.holds(start + at) for at in (255, 256, 1279, 1280)] == [False, True, True, False]
+    played.events[EVENT].done = False
+    assert not opened.is_published()
+    played.events[EVENT].done = True
+    assert opened.is_published()
+    assert not opened.is_closed
+    opened.close()
+    assert opened.is_closed
+    assert not opened.holds(start + 256)
 
 
 def test_only_device_memory_is_lent() -> None:

@@ -6,7 +6,9 @@ The control block, the request, the status, staging and the order of launches ar
 from __future__ import annotations
 
 import ctypes
+import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -230,6 +232,46 @@ def test_peers_hear_of_an_error_of_this_rank_with_the_epoch_of_the_launch() -> N
     assert kernels.said.count("abort 77") == 1
     with pytest.raises(InternalError, match="begin comes first"):
         steps.finish()
+
+
+class Lent:
+    """Memory of another process that holds all rows, whose owner's GPU has come to them when asked `asks` times."""
+
+    def __init__(self, asks: int) -> None:
+        self.asks = asks
+
+    def holds(self, address: int) -> bool:
+        return True
+
+    def is_published(self) -> bool:
+        self.asks -= 1
+        return self.asks <= 0
+
+
+def test_rows_of_another_process_are_awaited_before_the_first_launch() -> None:
+    kernels = Kernels()
+    steps = steps_of(kernels, Stream(), None)
+    batch = batch_of(3)
+    out = torch.zeros_like(batch.hidden_states)
+    lent: Any = Lent(5)
+    steps.lent.append(lent)
+    run(steps, launch_of(Path.FIXED_SLOT, 3), batch, out)
+    assert lent.asks == 0
+    assert torch.equal(out, identity_moe(batch, SHAPE, RowFormat.BF16))
+
+
+def test_rows_that_never_come_end_the_call_at_its_deadline_naming_this_rank() -> None:
+    kernels = Kernels()
+    steps = steps_of(kernels, Stream(), None)
+    batch = batch_of(3)
+    never: Any = Lent(1 << 60)
+    steps.lent.append(never)
+    launch = replace(launch_of(Path.FIXED_SLOT, 3), deadline_s=time.monotonic() + 0.05)
+    with pytest.raises(PeerTimeoutError, match="rows of rank 0's caller did not come") as raised:
+        steps.begin(launch, IDENTITY, batch, torch.zeros_like(batch.hidden_states))
+    steps.abandon(raised.value)
+    assert raised.value.missing_ranks == (0,)
+    assert kernels.said == []
 
 
 def test_peers_that_gave_up_are_told_nothing() -> None:

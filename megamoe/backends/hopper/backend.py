@@ -159,7 +159,10 @@ class HopperBackend:
         Raises also HeapError where the driver cannot pin it.
         """
         if handle.kind == MemoryKind.CUDA_IPC:
-            return DeviceMemory.open(handle, self.device)
+            opened = DeviceMemory.open(handle, self.device)
+            lent = [memory for memory in self._sub_steps.lent if not memory.is_closed]
+            self._sub_steps.lent = [*lent, opened]
+            return opened
         return PinnedMemory(HostMemory.open(handle), self.device)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:

@@ -7,6 +7,7 @@ write results there: nothing is copied, nothing passes the host.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 
@@ -98,10 +99,19 @@ class Allocation:
 class DeviceMemory:
     """Implements megamoe.memory.SharedMemory (`share`) and OpenMemory (`open`)."""
 
-    def __init__(self, handle: MemoryHandle, memory: torch.Tensor, allocation: Allocation | None) -> None:
+    def __init__(
+        self,
+        handle: MemoryHandle,
+        memory: torch.Tensor,
+        published: torch.cuda.Event,
+        allocation: Allocation | None = None,
+    ) -> None:
         self.handle = handle
         self._memory = memory
+        self._published = published
         self._allocation = allocation
+        start = memory.data_ptr()
+        self._addresses = range(start, start + memory.nbytes)
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     @classmethod
@@ -113,7 +123,10 @@ class DeviceMemory:
             free, _ = torch.cuda.mem_get_info(device)
             raise HeapError(must_be("free device memory", f"at least {num_bytes} bytes", free)) from error
         torch.cuda.current_stream(device).synchronize()
-        return cls(export_tensor(memory), memory, None)
+        published = torch.cuda.Event(interprocess=True)
+        published.record(torch.cuda.current_stream(device))
+        handle = export_tensor(memory)
+        return cls(replace(handle, payload=handle.payload + published.ipc_handle()), memory, published)
 
     @classmethod
     def open(cls, handle: MemoryHandle, device: torch.device) -> DeviceMemory:
@@ -121,13 +134,17 @@ class DeviceMemory:
         GPU, this process's own, or none that can be opened."""
         if handle.device != uuid_of(device):
             raise InvalidArgumentError(must_be("memory.device", uuid_of(device), handle.device or "the host"))
-        allocation = Allocation(handle.payload, device)
+        allocated, published = handle.payload[: driver.HANDLE_BYTES], handle.payload[driver.HANDLE_BYTES :]
+        if len(handle.payload) != 2 * driver.HANDLE_BYTES:
+            wanted = f"{2 * driver.HANDLE_BYTES} bytes"
+            raise InvalidArgumentError(must_be("memory.payload", wanted, len(handle.payload)))
+        allocation = Allocation(allocated, device)
         try:
             memory = tensor_at(allocation.address + handle.offset, handle.num_bytes, device)
+            return cls(handle, memory, open_event(published, device), allocation)
         except BaseException:
             allocation.close()
             raise
-        return cls(handle, memory, allocation)
 
     @property
     def num_bytes(self) -> int:
@@ -146,11 +163,23 @@ class DeviceMemory:
         return view
 
     def publish(self) -> None:
-        """Waits for the caller's current stream: what it queued there is in the memory."""
-        torch.cuda.current_stream(self._memory.device).synchronize()
+        """As SharedMemory says: a mark in the stream, which the rank looks at."""
+        self._published.record(torch.cuda.current_stream(self._memory.device))
+
+    def holds(self, address: int) -> bool:
+        return address in self._addresses
+
+    def is_published(self) -> bool:
+        """Whether the owner's GPU has come to where the owner last published."""
+        return bool(self._published.query())
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._addresses
 
     def close(self) -> None:
         self._views.clear()
+        self._addresses = range(0)
         if self._allocation is not None:
             self._allocation.close()
 
@@ -215,6 +244,18 @@ class _Interface:
             "strides": None,
             "version": 3,
         }
+
+
+def open_event(handle: bytes, device: torch.device) -> torch.cuda.Event:
+    """An event that another process records. Raises InvalidArgumentError where there is none."""
+    try:
+        event: torch.cuda.Event = torch.cuda.Event.from_ipc_handle(device, handle)
+    except RuntimeError as error:
+        first, _, _ = str(error).partition("\n")
+        raise InvalidArgumentError(
+            must_be("memory.payload", "an event that another process has", first)
+        ) from error
+    return event
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:

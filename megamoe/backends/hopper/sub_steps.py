@@ -17,6 +17,7 @@ from megamoe.backends.hopper.buffers import Addresses, BoundLayer, heap_offsets,
 from megamoe.backends.hopper.call import LAUNCH, STAGES, Call, Recipes
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Kernels
+from megamoe.backends.hopper.memory import DeviceMemory
 from megamoe.backends.hopper.record import NUM_WORDS
 from megamoe.backends.hopper.report import raise_failures, report_of
 from megamoe.backends.hopper.staging import Staging
@@ -43,13 +44,16 @@ class SubSteps:
         self._request = host_view(self._buffers.request)
         self._report = host_view(self._buffers.report)
         self._offsets: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.lent: list[DeviceMemory] = []
+        """Memory of other processes, in which rows may still be under way."""
         self._call: Call | None = None
 
     def begin(self, launch: Launch, layer: BoundLayer, batch: MoeBatch, out: torch.Tensor) -> None:
         """batch and out may be on the host (pinned or not) or on the device.
 
         What the caller has queued on its current stream for tensors on the device comes first; those on the host must
-        be complete.
+        be complete. Raises PeerTimeoutError naming this rank when the owner of rows in lent memory has not come to
+        its last publish by the deadline.
         """
         recipe = self._recipes.of(launch.sub_step)
         if batch.hidden_states.is_cuda or batch.topk_ids.is_cuda or out.is_cuda:
@@ -57,6 +61,7 @@ class SubSteps:
         result = self._staging.outgoing(out)
         call = self._call = Call(launch, layer, recipe, batch, result)
         self._ask(launch, self._staging.bring(batch, result))
+        self._await_owner(launch, batch.hidden_states.data_ptr())
         if self._graphs is not None and recipe.captured:
             self._graphs.replay(call.graph_key, partial(self._launch_all, call))
             call.in_graph = True
@@ -73,6 +78,18 @@ class SubSteps:
             offsets = self._offsets[key] = heap_offsets(self._buffers.layout, *key)
         left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), _MIN_TIMEOUT_NS)
         _WORDS.pack_into(self._request, 0, *request_words(launch, at, offsets, left_ns))
+
+    def _await_owner(self, launch: Launch, rows: int) -> None:
+        """Let rows of another process come. The host waits, not the stream: the owner may have died, and then its
+        event never comes."""
+        for memory in self.lent:
+            if not memory.holds(rows):
+                continue
+            while not memory.is_published():
+                time.sleep(0)  # other threads' turn
+                if time.monotonic() > launch.deadline_s:
+                    rank = self._buffers.rank
+                    raise PeerTimeoutError(f"rows of rank {rank}'s caller did not come to its memory", [rank])
 
     def launch(self, stage: str) -> None:
         """One stage; of a sub-step that is a captured graph, nothing is left to do."""

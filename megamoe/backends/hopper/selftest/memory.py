@@ -25,6 +25,8 @@ from megamoe.backends.hopper.selftest import memory
 memory.lend(*pickle.load(sys.stdin.buffer))
 """
 _OUT_ALIGN = 1 << 12
+_BUSY_CYCLES = 1 << 30
+"""Half a second in which a caller's GPU has not come to its rows yet, and the rank must wait."""
 
 
 def _each(batch: MoeBatch, out: torch.Tensor, move: object) -> tuple[MoeBatch, torch.Tensor]:
@@ -104,8 +106,12 @@ def lend(kind: MemoryKind, device: str, case: Case, shape: MoeShape) -> None:
     batch = batch_of(case, shape, 0)
     rows_at, out_at, num_bytes = _layout(shape, batch.num_rows)
     memory = share_memory(num_bytes, kind=kind, device=device)
-    memory.tensor(rows_at, tuple(batch.hidden_states.shape), torch.bfloat16).copy_(batch.hidden_states)
+    there = memory.tensor(rows_at, tuple(batch.hidden_states.shape), torch.bfloat16)
     out = memory.tensor(out_at, tuple(batch.hidden_states.shape), torch.bfloat16).fill_(float("nan"))
+    rows = batch.hidden_states.to(there.device)
+    if there.is_cuda:
+        torch.cuda._sleep(_BUSY_CYCLES)
+    there.copy_(rows)
     memory.publish()
     pickle.dump(memory.handle, sys.stdout.buffer)
     sys.stdout.buffer.flush()
@@ -160,7 +166,7 @@ def _check_refusals(ranks: Ranks, checks: Checks) -> None:
     backend = ranks.backends[0]
     own = share_memory(1 << 21, kind=MemoryKind.CUDA_IPC, device=str(backend.device))
     nothing = MemoryHandle(
-        kind=MemoryKind.CUDA_IPC, payload=bytes(64), offset=0, num_bytes=64, device=own.handle.device
+        kind=MemoryKind.CUDA_IPC, payload=bytes(128), offset=0, num_bytes=64, device=own.handle.device
     )
     elsewhere = MemoryHandle(
         kind=MemoryKind.CUDA_IPC, payload=bytes(64), offset=0, num_bytes=64, device="GPU-none"
