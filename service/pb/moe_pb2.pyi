@@ -718,7 +718,9 @@ class RegisterMemory(_message.Message):
     kind: _builtins.str
     """"posix_shm" or "cuda_ipc"."""
     handle: _builtins.bytes
-    """posix_shm: the segment's name (megamoe-memory-...). cuda_ipc: the 64 bytes of the allocation's cudaIpcMemHandle_t."""
+    """posix_shm: the segment's name (megamoe-memory-...). cuda_ipc: the 64 bytes of the allocation's cudaIpcMemHandle_t,
+    then the 64 of the cudaIpcEventHandle_t that the owner records before a call: rows may be under way until it comes.
+    """
     offset: _builtins.int
     """The lent bytes: [offset, offset + num_bytes) of what the handle names. offset is a multiple of 16."""
     num_bytes: _builtins.int
