@@ -154,10 +154,12 @@ def test_memory_without_a_handle_is_said_by_the_drivers_name(played: Driver) -> 
 
 
 def test_a_graph_is_launched_in_the_context_of_its_gpu(played: Driver) -> None:
-    driver.launch_graph(11, 22, GPU.index)
-    assert played.launched == [(11, 22)]
+    launch = driver.graph_launcher(11, 22, GPU.index)
+    launch()
+    launch()
+    assert played.launched == [(11, 22)] * 2
     with pytest.raises(InternalError, match="result of cuGraphLaunch must be CUDA_SUCCESS, got CUDA_ERROR"):
-        driver.launch_graph(0, 22, GPU.index)
+        driver.graph_launcher(0, 22, GPU.index)()
     assert played.contexts == 0
 
 

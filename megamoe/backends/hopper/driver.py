@@ -4,6 +4,7 @@ processes of one host, and launching a captured graph."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 
@@ -39,7 +40,10 @@ def _library() -> ctypes.CDLL:
 
 def _call(name: str, *arguments: object) -> None:
     """Raises DriverError."""
-    code = getattr(_library(), name)(*arguments)
+    _check(name, getattr(_library(), name)(*arguments))
+
+
+def _check(name: str, code: int) -> None:
     if code:
         said = ctypes.c_char_p()
         _library().cuGetErrorName(code, ctypes.byref(said))
@@ -50,13 +54,13 @@ class Context:
     """The primary context of a GPU, which torch uses too: the calling thread's, inside `with`."""
 
     def __init__(self, device_idx: int) -> None:
-        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        device, self.handle = ctypes.c_int(), ctypes.c_void_p()
         _call("cuInit", 0)
         _call("cuDeviceGet", ctypes.byref(device), device_idx)
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self.handle), device)
 
     def __enter__(self) -> None:
-        _call("cuCtxPushCurrent_v2", self._context)
+        _call("cuCtxPushCurrent_v2", self.handle)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -70,10 +74,21 @@ def context_of(device_idx: int) -> Context:
     return Context(device_idx)
 
 
-def launch_graph(graph: int, stream: int, device_idx: int) -> None:
-    """Queue an instantiated graph (cudaGraphExec_t) on a stream of a GPU, whatever stream and GPU are current."""
-    with context_of(device_idx):
-        _call("cuGraphLaunch", ctypes.c_void_p(graph), ctypes.c_void_p(stream))
+def graph_launcher(graph: int, stream: int, device_idx: int) -> Callable[[], None]:
+    """A function that queues an instantiated graph (cudaGraphExec_t) on a stream of a GPU, whatever stream and GPU are
+    current. It raises DriverError. Everything it needs is looked up beforehand: it is called 61 times a step."""
+    library, context = _library(), context_of(device_idx).handle
+    push, launch, pop = library.cuCtxPushCurrent_v2, library.cuGraphLaunch, library.cuCtxPopCurrent_v2
+    what, where = ctypes.c_void_p(graph), ctypes.c_void_p(stream)
+    popped = ctypes.byref(ctypes.c_void_p())
+
+    def run() -> None:
+        _check("cuCtxPushCurrent_v2", push(context))
+        code = launch(what, where)
+        pop(popped)
+        _check("cuGraphLaunch", code)
+
+    return run
 
 
 def export_allocation(address: int, device_idx: int) -> tuple[bytes, int]:

@@ -20,14 +20,16 @@ class StepGraphs:
 
     def __init__(self, stream: RankStream) -> None:
         self._stream = stream
-        self._graphs: dict[GraphKey, tuple[int, torch.cuda.CUDAGraph]] = {}
+        self._graphs: dict[GraphKey, tuple[Callable[[], None], torch.cuda.CUDAGraph]] = {}
 
     def replay(self, key: GraphKey, launch: Callable[[], None]) -> None:
         """Queue the sub-step that `launch` would launch on the current stream. Its kernels must be loaded already."""
-        graph, _ = self._graphs.get(key) or self._capture(key, launch)
-        self._stream.launch(graph)
+        found = self._graphs.get(key) or self._capture(key, launch)
+        found[0]()
 
-    def _capture(self, key: GraphKey, launch: Callable[[], None]) -> tuple[int, torch.cuda.CUDAGraph]:
+    def _capture(
+        self, key: GraphKey, launch: Callable[[], None]
+    ) -> tuple[Callable[[], None], torch.cuda.CUDAGraph]:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that waits for the device, and so for kernels that may wait for this rank. Other
         # threads go on with work of theirs.
@@ -37,7 +39,7 @@ class StepGraphs:
                 launch()
             finally:
                 graph.capture_end()
-        self._graphs[key] = graph.raw_cuda_graph_exec(), graph
+        self._graphs[key] = self._stream.launcher(graph.raw_cuda_graph_exec()), graph
         return self._graphs[key]
 
     def forget(self, slot_idx: int) -> None:

@@ -164,7 +164,7 @@ class DeviceMemory:
 
     def publish(self) -> None:
         """As SharedMemory says: a mark in the stream, which the rank looks at."""
-        self._published.record(torch.cuda.current_stream(self._memory.device))
+        self._published.record(torch.cuda.current_stream(self._memory.device.index))
 
     def holds(self, address: int) -> bool:
         return address in self._addresses

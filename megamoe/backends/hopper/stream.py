@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -24,9 +25,9 @@ class RankStream:
         entered: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return entered
 
-    def launch(self, graph: int) -> None:
-        """Queue an instantiated graph (cudaGraphExec_t). To make the stream the current one would cost more."""
-        driver.launch_graph(graph, self._handle, self._device_idx)
+    def launcher(self, graph: int) -> Callable[[], None]:
+        """What queues an instantiated graph (cudaGraphExec_t) on it. To make the stream the current one costs more."""
+        return driver.graph_launcher(graph, self._handle, self._device_idx)
 
     def after_caller(self) -> None:
         """What follows here waits for all that this thread's current stream holds."""

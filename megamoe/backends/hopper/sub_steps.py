@@ -56,12 +56,18 @@ class SubSteps:
         its last publish by the deadline.
         """
         recipe = self._recipes.of(launch.sub_step)
-        if batch.hidden_states.is_cuda or batch.topk_ids.is_cuda or out.is_cuda:
+        owner = self._owner_of(batch.hidden_states.data_ptr())
+        if any(
+            tensor.is_cuda and not (owner is not None and owner.holds(tensor.data_ptr()))
+            for tensor in (batch.hidden_states, batch.topk_ids, out)
+        ):
             self._stream.after_caller()
         result = self._staging.outgoing(out)
         call = self._call = Call(launch, layer, recipe, batch, result)
         self._ask(launch, self._staging.bring(batch, result))
-        self._await_owner(launch, batch.hidden_states.data_ptr())
+        # Only now: rows in lent memory are read in place, by the first launch at the earliest.
+        if owner is not None:
+            self._await(owner, launch)
         if self._graphs is not None and recipe.captured:
             self._graphs.replay(call.graph_key, partial(self._launch_all, call))
             call.in_graph = True
@@ -79,17 +85,21 @@ class SubSteps:
         left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), _MIN_TIMEOUT_NS)
         _WORDS.pack_into(self._request, 0, *request_words(launch, at, offsets, left_ns))
 
-    def _await_owner(self, launch: Launch, rows: int) -> None:
-        """Let rows of another process come. The host waits, not the stream: the owner may have died, and then its
-        event never comes."""
+    def _owner_of(self, rows: int) -> DeviceMemory | None:
+        """Memory of another process in which rows lie."""
         for memory in self.lent:
-            if not memory.holds(rows):
-                continue
-            while not memory.is_published():
-                time.sleep(0)  # other threads' turn
-                if time.monotonic() > launch.deadline_s:
-                    rank = self._buffers.rank
-                    raise PeerTimeoutError(f"rows of rank {rank}'s caller did not come to its memory", [rank])
+            if memory.holds(rows):
+                return memory
+        return None
+
+    def _await(self, memory: DeviceMemory, launch: Launch) -> None:
+        """Let the owner's GPU come to its last publish. The host waits, not the stream: the owner may have died, and
+        then its event never comes."""
+        while not memory.is_published():
+            time.sleep(0)  # other threads' turn
+            if time.monotonic() > launch.deadline_s:
+                rank = self._buffers.rank
+                raise PeerTimeoutError(f"rows of rank {rank}'s caller did not come to its memory", [rank])
 
     def launch(self, stage: str) -> None:
         """One stage; of a sub-step that is a captured graph, nothing is left to do."""
