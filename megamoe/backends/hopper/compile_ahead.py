@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,9 @@ def only_compiling() -> Iterator[None]:
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **options: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **options)
+        compiled = launch(self, *args, grid=grid, warmup=True, **options)
+        _compile_launcher(compiled)
+        return compiled
 
     driver.set_active(_Target())
     JITFunction.run = compile_only
@@ -74,6 +76,15 @@ def only_compiling() -> Iterator[None]:
         yield
     finally:
         JITFunction.run = launch
+
+
+def _compile_launcher(compiled: Any) -> None:
+    """What a kernel is called through is C, and takes the C compiler a second. It is linked with the driver: on a
+    machine without one this is left to the first call."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with suppress(AssertionError):
+        CudaLauncher(compiled.src, compiled.metadata)
 
 
 def compile_job(job: Job) -> float:
