@@ -59,7 +59,7 @@ class SubSteps:
         owner = self._owner_of(batch.hidden_states.data_ptr())
         if any(
             tensor.is_cuda and not (owner is not None and owner.holds(tensor.data_ptr()))
-            for tensor in (batch.hidden_states, batch.topk_ids, out)
+            for tensor in (batch.hidden_states, batch.topk_ids, batch.topk_weights, out)
         ):
             self._stream.after_caller()
         result = self._staging.outgoing(out)
