@@ -1,9 +1,10 @@
 """Rows between host and device: what kernels reach where it lies stays there, the rest takes one copy.
 
 Kernels read each row once and write each result once, so pinned host memory serves them as it is as long as a
-call's rows are few; above that a copy engine takes as long and keeps no multiprocessor busy. Ordinary host memory first goes to pinned twins, allocated
-once: a copy between it and the device would block inside the driver until the stream has come to it, and other
-threads' launches with it; with ranks in threads, which wait for each other on the device, that is a deadlock.
+call's rows are few; above that a copy engine takes as long and keeps no multiprocessor busy. Ordinary host memory
+first goes to pinned twins, allocated once: a copy between it and the device would block inside the driver until the
+stream has come to it, and other threads' launches with it; with ranks in threads, which wait for each other on the
+device, that is a deadlock.
 Nothing here allocates after construction, for the same reason.
 """
 
