@@ -16,12 +16,22 @@ SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "stream_max_rows", "block_n"),
-    [(1, 32, 64), (64, 32, 64), (128, 32, 32), (256, 16, 64), (512, 0, 96), (1024, 0, 256), (8192, 0, 256)],
+    ("max_rows", "stream_max_rows", "block_n", "is_ring"),
+    [
+        (1, 32, 64, False),
+        (64, 32, 64, False),
+        (128, 32, 32, False),
+        (256, 0, 48, True),
+        (512, 0, 96, True),
+        (1024, 0, 256, False),
+        (8192, 0, 256, False),
+    ],
 )
-def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: int) -> None:
+def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: int, is_ring: bool) -> None:
     got = plan.plan_gemms(V4_PRO, max_rows)
-    assert (got.stream_max_rows, got.block_n) == (stream_max_rows, block_n)
+    assert (got.stream_max_rows, got.block_n, got.is_ring) == (stream_max_rows, block_n, is_ring)
+    assert not plan.plan_gemms(V4_PRO, max_rows, fp8_rows=True).is_ring
+    assert not plan.plan_small_m(V4_PRO, max_rows).is_ring
 
 
 @pytest.mark.parametrize("block_n", [48, 96])
@@ -29,13 +39,13 @@ def test_ring_fits_shared_memory_and_registers(block_n: int) -> None:
     gemms = plan.GemmPlan(stream_max_rows=0, block_n=block_n, is_ring=True)
     ring = gemms.ring
     assert ring.narrow + ring.more == gemms.block_n
-    stage = ring.consumers * 2 * UNIT_BYTES + gemms.block_n * CHUNK * 2
+    stage = plan.RING_CONSUMERS * 2 * UNIT_BYTES + gemms.block_n * CHUNK * 2
     # Beside the ring a consumer takes up to 4 KB and 128 bytes a token to lay out what it stores.
-    assert ring.stages * stage + ring.consumers * (4096 + 128 * ring.narrow) <= 227 * 1024
+    assert ring.stages * stage + plan.RING_CONSUMERS * (4096 + 128 * ring.narrow) <= 227 * 1024
     # A warpgroup has 128 threads; the loading warp counts as one, with 24 registers a thread.
-    assert ring.consumers * ring.num_regs + 24 <= 512
+    assert plan.RING_CONSUMERS * plan.RING_REGISTERS + 24 <= 512
     # Sums of 128 rows for both token boxes, a chunk's words, and half or all of it as bf16.
-    assert gemms.block_n + 16 + 32 * ring.halves <= ring.num_regs
+    assert gemms.block_n + 16 + 32 * ring.halves <= plan.RING_REGISTERS
 
 
 @pytest.mark.parametrize(("num_wide", "num_narrow"), [(0, 1), (7, 0), (5, 200), (1400, 900)])
@@ -90,10 +100,10 @@ def test_fp8_rows_never_use_the_widest_tile() -> None:
     assert plan.plan_gemms(V4_PRO, 8192, fp8_rows=True).block_n == 128
 
 
-@pytest.mark.parametrize("max_rows", [1, 128, 512, 2048, 8192])
+@pytest.mark.parametrize("block_n", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("num_columns", [32, 512, 1536, 3072, 7168])
-def test_token_rings_run_at_most_one_tile_ahead(max_rows: int, num_columns: int) -> None:
-    tiles = plan.plan_gemms(V4_PRO, max_rows).tiles(num_columns)
+def test_token_rings_run_at_most_one_tile_ahead(block_n: int, num_columns: int) -> None:
+    tiles = plan.GemmPlan(stream_max_rows=0, block_n=block_n).tiles(num_columns)
     chunks = -(-num_columns // 512) * 512 // CHUNK
     for tile in tiles:
         assert chunks % tile.chunks_per_stage == 0

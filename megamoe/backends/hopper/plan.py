@@ -137,23 +137,25 @@ _WIDTHS = {96: (96, 64, 32), 256: (256, 192, 160, 128)}
 
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
-    """Ring kernel: `consumers` warpgroups with 128 rows of weights each, times `narrow` tokens or, for wide entries,
-    narrow + more of them; one thread block a multiprocessor. stages of one chunk of K are in flight. halves: half
-    chunks of weights that a consumer decodes before it multiplies them. num_regs: of a consumer's thread. costs: time
-    of a tile of a narrow and of a wide entry, relative."""
+    """Ring kernel: warpgroups with 128 rows of weights each, times `narrow` tokens or, for wide entries, narrow + more
+    of them; one thread block a multiprocessor. stages of one chunk of K are in flight. halves: half chunks of weights
+    that a warpgroup decodes before it multiplies them. costs: time of a tile of a narrow and of a wide entry, relative.
+    """
 
     narrow: int
     more: int
     costs: tuple[int, int]
     stages: int
-    consumers: int
     halves: int
-    num_regs: int
 
 
+RING_CONSUMERS = 3
+"""Warpgroups that multiply; a fourth one loads."""
+RING_REGISTERS = 160
+"""Of a thread that multiplies."""
 _RING = {
-    48: RingPlan(narrow=32, more=16, costs=(10, 13), stages=4, consumers=4, halves=1, num_regs=112),
-    96: RingPlan(narrow=64, more=32, costs=(10, 14), stages=3, consumers=3, halves=1, num_regs=160),
+    48: RingPlan(narrow=32, more=16, costs=(10, 13), stages=5, halves=2),
+    96: RingPlan(narrow=64, more=32, costs=(10, 14), stages=3, halves=1),
 }
 
 
@@ -297,7 +299,7 @@ _BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (
     (float("inf"), (0, 256)),
 )
 """Up to a mean number of rows an expert: (stream_max_rows, block_n)."""
-_RING_BY_MEAN_ROWS: tuple[tuple[float, float, int], ...] = ()
+_RING_BY_MEAN_ROWS: tuple[tuple[float, float, int], ...] = ((20, 40, 48), (40, 80, 96))
 """Where the ring kernel serves instead: above and up to a mean number of rows, its block_n."""
 
 

@@ -66,9 +66,7 @@ def _options(ring: RingPlan, groups: int) -> dict[str, Any]:
     return {
         "GROUPS": groups,
         "STAGES": ring.stages,
-        "CONSUMERS": ring.consumers,
         "HALVES": ring.halves,
-        "REGISTERS": ring.num_regs,
         "COSTS": ring.costs,
         "num_warps": 4,
     }

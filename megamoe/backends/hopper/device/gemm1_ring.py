@@ -24,12 +24,12 @@ def _finish(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.constexpr
 def gemm1_ring_kernel(
     image_out, words, scales, out_factor, tokens, more_tokens, work, counters, limit, num_programs,
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr, COSTS: gl.constexpr,
+    STAGES: gl.constexpr, HALVES: gl.constexpr, COSTS: gl.constexpr,
 ):  # fmt: skip
     """words, scales, tokens, more_tokens: TMA descriptors. work: int32 [entries, 4]: expert, first image row, rows (at
     most those of both token boxes), unused."""
     after_previous_gluon()
     ring_gemm.run(
         tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, (image_out, limit),
-        _finish, CHUNKS_OUT, CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES, REGISTERS, COSTS,
+        _finish, CHUNKS_OUT, CHUNKS, GROUPS, STAGES, HALVES, COSTS,
     )  # fmt: skip

@@ -32,11 +32,11 @@ def _finish(acc0, acc1, factor, rest, row, rows, group, STATIC: gl.constexpr):
 def gemm2_ring_kernel(
     row_address, row_weight, words, scales, out_factor, tokens, more_tokens, work, counters, num_programs,
     HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr, COSTS: gl.constexpr,
+    STAGES: gl.constexpr, HALVES: gl.constexpr, COSTS: gl.constexpr,
 ):  # fmt: skip
     """words, scales, tokens, more_tokens: TMA descriptors. work: as for GEMM1."""
     after_previous_gluon()
     ring_gemm.run(
         tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, (row_address, row_weight),
-        _finish, (HIDDEN, FP8), CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES, REGISTERS, COSTS,
+        _finish, (HIDDEN, FP8), CHUNKS, GROUPS, STAGES, HALVES, COSTS,
     )  # fmt: skip

@@ -5,7 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.device import ring_loop as ring
+
+REGISTERS: gl.constexpr = gl.constexpr(plan.RING_REGISTERS)
 
 
 @gluon.jit
@@ -31,7 +34,7 @@ def group_range(counters, num_programs, COSTS: gl.constexpr, GROUPS: gl.constexp
 @gluon.jit
 def consume(
     memory, work, out_factor, rest, first, stop, finish: gl.constexpr, consumer: gl.constexpr, STATIC: gl.constexpr,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's row group of every tile. finish: what is done with the sums, given `rest` and STATIC."""
     slot = gl.to_tensor(0)
@@ -39,7 +42,7 @@ def consume(
     narrow: gl.constexpr = memory[0].shape[1]
     group = first
     while group < stop:
-        count = ring.groups_at(group, stop, GROUPS, CONSUMERS)
+        count = ring.groups_at(group, stop, GROUPS)
         if consumer < count:
             entry = work + group // GROUPS * 4
             factor = gl.load(out_factor + gl.load(entry))
@@ -48,13 +51,13 @@ def consume(
             mine = group % GROUPS + consumer
             if rows > narrow:
                 acc0, acc1, more0, more1, slot, phase = ring.multiply(
-                    memory, slot, phase, consumer, True, CHUNKS, STAGES, CONSUMERS, HALVES
+                    memory, slot, phase, consumer, True, CHUNKS, STAGES, HALVES
                 )
                 finish(acc0, acc1, factor, rest, row, rows, mine, STATIC)
                 finish(more0, more1, factor, rest, row + narrow, rows - narrow, mine, STATIC)
             else:
                 acc0, acc1, more0, more1, slot, phase = ring.multiply(
-                    memory, slot, phase, consumer, False, CHUNKS, STAGES, CONSUMERS, HALVES
+                    memory, slot, phase, consumer, False, CHUNKS, STAGES, HALVES
                 )
                 finish(acc0, acc1, factor, rest, row, rows, mine, STATIC)
         else:
@@ -66,67 +69,28 @@ def consume(
 def run(
     tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, rest,
     finish: gl.constexpr, STATIC: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr, COSTS: gl.constexpr,
+    STAGES: gl.constexpr, HALVES: gl.constexpr, COSTS: gl.constexpr,
 ):  # fmt: skip
-    """The whole kernel: CONSUMERS (2 to 4) warpgroups and the loading warp."""
+    """The whole kernel: three warpgroups and the loading warp."""
     first, stop = group_range(counters, num_programs, COSTS, GROUPS)
     if first < stop:
-        memory = ring.open_ring(tokens, more_tokens, words, scales, STAGES, CONSUMERS)
+        memory = ring.open_ring(tokens, more_tokens, words, scales, STAGES)
         sources = (tokens, more_tokens, words, scales)
-        if CONSUMERS == 2:
-            gl.warp_specialize(
-                [
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(0), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(1), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (ring.feed, (memory, sources, work, first, stop, CHUNKS, GROUPS, STAGES, CONSUMERS)),
-                ],
-                [4, 1], [REGISTERS, 24],
-            )  # fmt: skip
-        elif CONSUMERS == 3:
-            gl.warp_specialize(
-                [
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(0), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(1), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(2), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (ring.feed, (memory, sources, work, first, stop, CHUNKS, GROUPS, STAGES, CONSUMERS)),
-                ],
-                [4, 4, 1], [REGISTERS, REGISTERS, 24],
-            )  # fmt: skip
-        else:
-            gl.warp_specialize(
-                [
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(0), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(1), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(2), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (consume, (
-                        memory, work, out_factor, rest, first, stop, finish, gl.constexpr(3), STATIC,
-                        CHUNKS, GROUPS, STAGES, CONSUMERS, HALVES,
-                    )),
-                    (ring.feed, (memory, sources, work, first, stop, CHUNKS, GROUPS, STAGES, CONSUMERS)),
-                ],
-                [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, 24],
-            )  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consume, (
+                    memory, work, out_factor, rest, first, stop, finish, gl.constexpr(0), STATIC,
+                    CHUNKS, GROUPS, STAGES, HALVES,
+                )),
+                (consume, (
+                    memory, work, out_factor, rest, first, stop, finish, gl.constexpr(1), STATIC,
+                    CHUNKS, GROUPS, STAGES, HALVES,
+                )),
+                (consume, (
+                    memory, work, out_factor, rest, first, stop, finish, gl.constexpr(2), STATIC,
+                    CHUNKS, GROUPS, STAGES, HALVES,
+                )),
+                (ring.feed, (memory, sources, work, first, stop, CHUNKS, GROUPS, STAGES)),
+            ],
+            [4, 4, 1], [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip

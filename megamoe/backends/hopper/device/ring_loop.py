@@ -1,10 +1,10 @@
-"""The ring GEMM: 17 to 128 rows of an expert against its weights, warp-specialized, `wgmma`, DRAM-bound to 32 rows.
+"""The ring GEMM: some 20 to 100 rows of an expert against its weights, warp-specialized, `wgmma`.
 
-Above 16 rows weights in flight do not fit registers beside accumulators, and where 128 rows of weights are multiplied
-at a time tokens are read so often that the way from L2 is the limit. Here one warp
-copies weights (as packed, see packing.py) and tokens by TMA into a ring of stages in shared memory, one chunk of 128 of
-K each, and CONSUMERS warpgroups take 128 rows of weights each against the same tokens: they decode in registers and
-multiply in the order of the tiled kernel, so that both have the same bits.
+Above 16 rows weights in flight do not fit registers beside accumulators, and where 128 rows of weights are multiplied at
+a time tokens are read so often that the way from L2 is the limit. Here one warp copies weights (as packed, see
+packing.py) and tokens by TMA into a ring of stages in shared memory, one chunk of 128 of K each, and CONSUMERS
+warpgroups take 128 rows of weights each against the same tokens: they decode in registers and multiply in the order of
+the tiled kernel, so that both have the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.device.wgmma_loop import CHUNK, GROUP_BYTES, decode_half
+
+CONSUMERS: gl.constexpr = gl.constexpr(plan.RING_CONSUMERS)
 
 
 @gluon.constexpr_function
@@ -77,7 +80,7 @@ def load_unit(words, scales, unit: gl.constexpr):
 
 
 @gluon.jit
-def open_ring(tokens, more_tokens, words, scales, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def open_ring(tokens, more_tokens, words, scales, STAGES: gl.constexpr):
     """Shared memory of the ring: stages of both token boxes, of words and of scales, full and empty barriers."""
     token_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + tokens.block_shape, tokens.layout)
     more_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + more_tokens.block_shape, more_tokens.layout)
@@ -94,7 +97,7 @@ def open_ring(tokens, more_tokens, words, scales, STAGES: gl.constexpr, CONSUMER
 
 
 @gluon.jit
-def groups_at(group, stop, GROUPS: gl.constexpr, CONSUMERS: gl.constexpr):
+def groups_at(group, stop, GROUPS: gl.constexpr):
     """How many row groups are multiplied together from one on: of one expert, one a consumer."""
     return gl.minimum(gl.minimum(stop - group, GROUPS - group % GROUPS), CONSUMERS)
 
@@ -109,7 +112,7 @@ def advance(slot, phase, STAGES: gl.constexpr):
 @gluon.jit
 def feed(
     memory, sources, work, first, stop,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: every chunk of every tile into the next slot that is empty. memory: from open_ring; sources:
     TMA descriptors of both token boxes, words and scales."""
@@ -122,7 +125,7 @@ def feed(
     WIDE_BYTES: gl.constexpr = tokens.block_type.nbytes + more_tokens.block_type.nbytes
     group = first
     while group < stop:
-        count = groups_at(group, stop, GROUPS, CONSUMERS)
+        count = groups_at(group, stop, GROUPS)
         entry = work + group // GROUPS * 4
         unit = (gl.load(entry) * GROUPS + group % GROUPS) * (2 * CHUNKS)
         row = gl.load(entry + 1)
@@ -166,7 +169,7 @@ def _zeros(BLOCK_N: gl.constexpr):
 @gluon.jit
 def multiply(
     memory, slot, phase, consumer: gl.constexpr, WIDE: gl.constexpr, CHUNKS: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's 128 rows times the tokens of the first box or (WIDE) of both, from the ring. HALVES (1 or 2): half
     chunks that are decoded before they are multiplied; other warpgroups multiply meanwhile. Returns (sums of both units
