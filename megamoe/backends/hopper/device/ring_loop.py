@@ -1,7 +1,7 @@
 """The ring GEMM: some 20 to 100 rows of an expert against its weights, warp-specialized, `wgmma`.
 
-Above 16 rows weights in flight do not fit registers beside accumulators, and where 128 rows of weights are multiplied at
-a time tokens are read so often that the way from L2 is the limit. Here one warp copies weights (as packed, see
+Above 16 rows weights in flight do not fit registers beside accumulators, and where 128 rows of weights are multiplied
+at a time tokens are read so often that the way from L2 is the limit. Here one warp copies weights (as packed, see
 packing.py) and tokens by TMA into a ring of stages in shared memory, one chunk of 128 of K each, and CONSUMERS
 warpgroups take 128 rows of weights each against the same tokens: they decode in registers and multiply in the order of
 the tiled kernel, so that both have the same bits.
