@@ -194,7 +194,10 @@ def large_m_kernel(
     if not IDENTITY:
         ring, bars = tiled.empty_ring(image_tokens, STAGES)
         memory = (ring,)
-        narrow_memory, narrow_bars = tiled.ring_within(ring, (image_narrow,), NARROW_STAGES)
+        if BLOCK_N > tiles.NARROW:
+            narrow_memory, narrow_bars = tiled.ring_within(ring, (image_narrow,), NARROW_STAGES)
+        else:
+            narrow_memory, narrow_bars = memory, bars
         rest1 = (middle, limit)
         rest2 = (row_address, row_weight)
     slot = gl.to_tensor(0)

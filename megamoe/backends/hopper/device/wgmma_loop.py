@@ -221,6 +221,16 @@ def ring_within(memory, tokens, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def close_ring(bars, STAGES: gl.constexpr):
+    """Where a ring is used no more while the kernel goes on: an initialized barrier is invalidated before its memory
+    serves anything else, for its state may be written back later, over what stands there by then."""
+    gl.thread_barrier()
+    for slot in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(slot))
+    gl.thread_barrier()
+
+
+@gluon.jit
 def fill_ahead(tokens, memory, bars, slot, row, STAGES: gl.constexpr):
     """Start the first STAGES - 1 copies of a tile into an idle ring, from `slot` on."""
     for stage in gl.static_range(STAGES - 1):
@@ -314,9 +324,10 @@ def multiply(
 def _tiles_of_width(
     begin, stop, tokens, memory, units, out_factor, work, num_programs, finish, rest,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    OPTIONS: gl.constexpr,
+    OPTIONS: gl.constexpr, CLOSES: gl.constexpr,
 ):  # fmt: skip
-    """This thread block's share of the tiles [begin, stop), all of one width. tokens: descriptors of its parts."""
+    """This thread block's share of the tiles [begin, stop), all of one width. tokens: descriptors of its parts. CLOSES:
+    another ring may take the memory of this one."""
     # Thread blocks take turns from tile 0 on, whatever its width.
     first = begin + (gl.program_id(0) + num_programs - begin % num_programs) % num_programs
     if first < stop:
@@ -344,6 +355,8 @@ def _tiles_of_width(
             for part in gl.static_range(len(acc)):
                 before = _rows_before(tokens, part)
                 finish(acc[part], factor, row + before, tile % GROUPS, rows - before, rest, OPTIONS)
+        if CLOSES:
+            close_ring(bars, STAGES)
 
 
 @gluon.jit
@@ -362,6 +375,6 @@ def persistent(
         stop = begin + gl.load(num_entries + i) * GROUPS
         _tiles_of_width(
             begin, stop, parts(boxes, TILES[i][0]), memory, units, out_factor, work, num_programs, finish, rest,
-            CHUNKS, GROUPS, TILES[i][1], TILES[i][2], OPTIONS,
+            CHUNKS, GROUPS, TILES[i][1], TILES[i][2], OPTIONS, len(TILES) > 1,
         )  # fmt: skip
         begin = stop
