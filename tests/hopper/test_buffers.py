@@ -137,7 +137,7 @@ def test_private_tables_are_what_the_plan_says() -> None:
     assert heap.numel() == layout.num_bytes
     buffers = RankBuffers(layout, rank=0, heap_addresses=[heap.data_ptr()] * 8, device=CPU)
     held = (buffers.image, buffers.middle, buffers.row_slot, buffers.row_address, buffers.row_weight)
-    tables = (*held, buffers.block_info, buffers.work, buffers.token_index)
+    tables = (*held, buffers.block_info, buffers.work, buffers.part_counts, buffers.token_index)
     assert sum(table.numel() * table.itemsize for table in tables) == buffers.num_bytes
 
 

@@ -75,6 +75,7 @@ class RankBuffers:
         self.row_weight = table(rows, torch.float32)
         self.block_info = table(sizes.num_blocks, torch.int32)
         self.work = table(sizes.work_words, torch.int32)
+        self.part_counts = table(sizes.part_count_words, torch.int32)
         self.board_layout = board_layout(sizes)
         if layout.bundle.capacities(Path.LARGE_M):
             self.board = table(self.board_layout.num_words, torch.int32)

@@ -54,7 +54,8 @@ class Kernels(ControlLaunches, StagedLaunches, GemmLaunches, WholeLaunches):
             if compact:
                 self.prepare()
             for quantized in (False, True):
-                self.dispatch(1, compact=compact, quantized=quantized)
+                for rows in {1, b.layout.capacity}:
+                    self.dispatch(rows, compact=compact, quantized=quantized)
             for gemms in plans:
                 for capacity in values:
                     self.index(gemms, capacity, compact=compact)

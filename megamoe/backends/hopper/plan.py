@@ -24,6 +24,8 @@ WIDEST_ROWS = 8 * len(STREAM_COSTS)
 ENTRY_WORDS = 4
 """A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, unused."""
 COUNTER_WORDS = 16
+INDEX_PART = 256
+"""Rows that are counted together in large steps."""
 SMALL_M_BLOCK_N = 64
 """Widest tile of the one-launch path: two thread blocks a multiprocessor, 128 registers a thread."""
 MIN_BLOCK_N, MAX_BLOCK_N = 32, 256
@@ -336,6 +338,12 @@ class TableSizes:
         return self.shape.num_experts_per_rank + self.max_routed_rows // MIN_BLOCK_N
 
     @property
+    def part_count_words(self) -> int:
+        """Rows of every expert in every part of the rows that may come."""
+        parts = -(-self.shape.num_ranks * self.capacity // INDEX_PART)
+        return parts * next_power_of_2(self.shape.num_experts_per_rank + 1)
+
+    @property
     def stream_offset(self) -> int:
         """First word of the streaming kernel's entries in the work table."""
         return COUNTER_WORDS
@@ -372,7 +380,8 @@ class TableSizes:
         """Bytes of all private tables and images."""
         images = 2 * self.padded_rows * (self.image_columns + self.middle_columns)
         rows = self.padded_rows * (4 + 4 + 8) + 4 * self.num_blocks
-        return images + rows + 4 * self.work_words + 4 * self.capacity * self.shape.num_ranks
+        tables = self.work_words + self.part_count_words + self.capacity * self.shape.num_ranks
+        return images + rows + 4 * tables
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,15 @@ import torch
 
 from megamoe.backends.hopper.device import combine, dispatch, expand, identity, index, prepare
 from megamoe.backends.hopper.launches import Launches
-from megamoe.backends.hopper.plan import GemmPlan, cut_table, index_block_tokens, next_power_of_2
+from megamoe.backends.hopper.plan import INDEX_PART, GemmPlan, cut_table, index_block_tokens, next_power_of_2
 from megamoe.layout import FlagKind
 
 _PREPARE_TOKENS = 512
+INDEX_WARPS, INDEX_SPLITS = 8, 4
+MANY_ROWS, WIDE_BLOCK = 1024, 8192
+"""From so many rows on thread blocks of dispatch take more columns at a time."""
+EXPAND_WARPS, EXPAND_BLOCKS = 8, 6
+"""Warps of a thread block and thread blocks a multiprocessor."""
 
 
 class StagedLaunches(Launches):
@@ -17,14 +22,15 @@ class StagedLaunches(Launches):
 
     def prepare(self) -> None:
         b = self.buffers
-        prepare.prepare_kernel[(1,)](
+        tokens = min(_PREPARE_TOKENS, max(next_power_of_2(b.layout.capacity), 16))
+        prepare.prepare_kernel[(-(-b.layout.capacity // tokens),)](
             b.control,
             b.bases,
             b.token_index,
             **self._ranks,
             **self._routing,
             COUNTS_WORDS=b.layout.counts_words,
-            BLOCK_TOKENS=min(_PREPARE_TOKENS, max(next_power_of_2(b.layout.capacity), 16)),
+            BLOCK_TOKENS=tokens,
             num_warps=8,
             **self._chain,
         )
@@ -34,7 +40,8 @@ class StagedLaunches(Launches):
         b = self.buffers
         if compact:
             self._await_flags(FlagKind.COUNTS)
-        dispatch.dispatch_kernel[self._grid(max_rows, self._block)](
+        block = self._block if max_rows < MANY_ROWS else min(WIDE_BLOCK, next_power_of_2(b.shape.hidden))
+        dispatch.dispatch_kernel[self._grid(max_rows, block)](
             b.control,
             b.bases,
             b.token_index,
@@ -46,7 +53,7 @@ class StagedLaunches(Launches):
             META_WORDS=b.layout.meta_words,
             META_BLOCK=next_power_of_2(b.layout.meta_words),
             COUNTS_WORDS=b.layout.counts_words,
-            BLOCK=self._block,
+            BLOCK=block,
             COMPACT=compact,
             QUANTIZED=quantized,
             num_warps=4,
@@ -57,7 +64,23 @@ class StagedLaunches(Launches):
         """capacity: of the runtime that serves the step."""
         b, shape = self.buffers, self.buffers.shape
         self._await_flags(FlagKind.PAYLOAD, only_with_rows=not compact)
-        index.index_kernel[(shape.num_experts_per_rank,)](
+        splits = INDEX_SPLITS if capacity >= MANY_ROWS else 1
+        tokens = INDEX_PART if splits > 1 else index_block_tokens(shape, capacity)
+        common = {
+            **self._ranks,
+            **self._routing,
+            "META_WORDS": b.layout.meta_words,
+            "COUNTS_WORDS": b.layout.counts_words,
+            "COMPACT": compact,
+            "BLOCK_TOKENS": tokens,
+            "SLOTS": next_power_of_2(shape.num_topk),
+            "BINS": next_power_of_2(shape.num_experts_per_rank + 1),
+            "num_warps": INDEX_WARPS,
+            **self._chain,
+        }
+        if splits > 1:
+            index.count_parts_kernel[(self.device.share,)](b.control, b.bases, b.part_counts, **common)
+        index.index_kernel[(splits * shape.num_experts_per_rank,)](
             b.control,
             b.bases,
             b.row_slot,
@@ -65,28 +88,21 @@ class StagedLaunches(Launches):
             b.row_weight,
             b.block_info,
             b.work,
+            b.part_counts,
             b.sizes.stream_offset,
             b.sizes.tiled_offset,
             gemms.stream_max_rows,
-            **self._ranks,
-            **self._routing,
-            META_WORDS=b.layout.meta_words,
-            COUNTS_WORDS=b.layout.counts_words,
+            **common,
             RESULT_STRIDE=b.layout.result_bytes,
             RESULT_BYTES=self.result_bytes,
-            COMPACT=compact,
             WIDTHS=gemms.widths,
             CUTS=cut_table(gemms.widths),
-            BLOCK_TOKENS=index_block_tokens(shape, capacity),
-            SLOTS=next_power_of_2(shape.num_topk),
-            BINS=next_power_of_2(shape.num_experts_per_rank + 1),
-            num_warps=8,
-            **self._chain,
+            SPLITS=splits,
         )
 
     def expand(self) -> None:
         b = self.buffers
-        expand.expand_kernel[(8 * self.device.share,)](
+        expand.expand_kernel[(EXPAND_BLOCKS * self.device.share,)](
             b.control,
             b.bases,
             b.image.view(torch.int32),
@@ -98,7 +114,7 @@ class StagedLaunches(Launches):
             ROW_BYTES=b.layout.row_bytes,
             COLUMNS=b.sizes.image_columns,
             PIECE=expand.EXPAND_COLUMNS,
-            num_warps=4,
+            num_warps=EXPAND_WARPS,
             **self._chain,
         )
 

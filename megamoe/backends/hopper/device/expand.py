@@ -17,13 +17,18 @@ import triton.language as tl
 from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.device import chain
 from megamoe.backends.hopper.device.dispatch import aligned
-from megamoe.backends.hopper.device.index import STREAM_FLAG
-from megamoe.backends.hopper.device.quantize import scale_of
+from megamoe.backends.hopper.device.work import STREAM_FLAG
 from megamoe.backends.hopper.record import Word
 
 ROWS_OFFSET = tl.constexpr(int(Word.ROWS_OFFSET))
 ROWS = tl.constexpr(plan.BLOCK_ROWS)
 NUM_BLOCKS = tl.constexpr(plan.Counter.NUM_BLOCKS)
+SCALED_PAIR = tl.constexpr(
+    "{.reg .b32 pair; .reg .b16 a, b; .reg .f32 x, y;\n"
+    "cvt.rn.f16x2.e4m3x2 pair, $1;\nmov.b32 {a, b}, pair;\ncvt.f32.f16 x, a;\ncvt.f32.f16 y, b;\n"
+    "mul.f32 x, x, $2;\nmul.f32 y, y, $2;\ncvt.rn.bf16x2.f32 $0, y, x;}"
+)
+"""Two e4m3 codes times a scale, as a pair of bf16. Converted singly to bf16 they take an eighth of the rate."""
 EXPAND_COLUMNS = 512
 """Columns that a thread block expands at a time (PIECE in kernels): four chunks."""
 
@@ -35,16 +40,15 @@ def payload_of(control, bases, own_rank):
 
 
 @triton.jit
-def _bf16_bits(code, scale):
-    value = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-    return value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
 def bf16_words(codes, exponents):
-    """codes: two a word of 16 bits; exponents: their E8M0 bytes. Returns pairs of bf16."""
-    scale = scale_of(exponents)
-    return _bf16_bits(codes & 0xFF, scale) | (_bf16_bits((codes >> 8) & 0xFF, scale) << 16)
+    """codes: int16, two codes each; exponents: their E8M0 bytes. Returns pairs of bf16."""
+    exponent = exponents.to(tl.int32)
+    # 2^(exponent - 127), of which 0 is the subnormal. 255 gives infinity: codes beside it are zero, and zero times
+    # infinity is the NaN that is wanted.
+    scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
+    return tl.inline_asm_elementwise(
+        SCALED_PAIR, "=r,h,f", [codes, scale], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

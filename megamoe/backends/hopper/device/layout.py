@@ -8,7 +8,7 @@ import triton.language as tl
 from megamoe.backends.hopper import board
 from megamoe.backends.hopper.device import flags, sync
 from megamoe.backends.hopper.device.count import COUNTS_OFFSET
-from megamoe.backends.hopper.device.index import (
+from megamoe.backends.hopper.device.work import (
     BLOCK_ROWS,
     ENTRY_WORDS,
     PADDED_ROWS,

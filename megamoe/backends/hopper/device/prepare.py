@@ -1,6 +1,7 @@
 """compact's prepare step: count this rank's rows for every destination, give each row its place, tell all ranks.
 
-One thread block: 8192 tokens take it some 10 us, and a count is needed before any row may travel.
+A count is needed before any row may travel. Every thread block counts all tokens before its own itself, so that none
+waits for another; the last has seen all of them.
 """
 
 from __future__ import annotations
@@ -40,17 +41,23 @@ def prepare_kernel(
     ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
     num_rows = tl.load(control + NUM_ROWS).to(tl.int32)
     dst = tl.arange(0, NUM_RANKS)
-    counts = tl.zeros([NUM_RANKS], tl.int32)
-    for start in range(0, num_rows, BLOCK_TOKENS):
-        token = start + tl.arange(0, BLOCK_TOKENS)
+    first = tl.program_id(0) * BLOCK_TOKENS
+    if (first < num_rows) | (first == 0):
+        earlier = tl.zeros([BLOCK_TOKENS, NUM_RANKS], tl.int32)
+        for start in range(0, first, BLOCK_TOKENS):
+            token = start + tl.arange(0, BLOCK_TOKENS)
+            earlier += goes_to(ids, token, token < num_rows, dst, NUM_TOPK, EXPERTS_PER_RANK)
+        counts = tl.sum(earlier, axis=0)
+        token = first + tl.arange(0, BLOCK_TOKENS)
         inside = token < num_rows
         found = goes_to(ids, token, inside, dst, NUM_TOPK, EXPERTS_PER_RANK)
         place = counts[None, :] + tl.cumsum(found, axis=0) - 1
         where = token_index + token[:, None] * NUM_RANKS + dst[None, :]
         tl.store(where, tl.where(found == 1, place, -1), mask=inside[:, None])
         counts += tl.sum(found, axis=0)
-    offset = tl.load(control + COUNTS_OFFSET) + own_rank * COUNTS_WORDS * 4
-    for peer in tl.static_range(NUM_RANKS):
-        row = (tl.load(bases + peer) + offset).to(tl.pointer_type(tl.int32))
-        tl.store(row + dst, counts)
-    flags.post(control, bases, flags.COUNTS_FLAG, tl.load(control + INFO), own_rank, dst)
+        if first + BLOCK_TOKENS >= num_rows:
+            offset = tl.load(control + COUNTS_OFFSET) + own_rank * COUNTS_WORDS * 4
+            for peer in tl.static_range(NUM_RANKS):
+                row = (tl.load(bases + peer) + offset).to(tl.pointer_type(tl.int32))
+                tl.store(row + dst, counts)
+            flags.post(control, bases, flags.COUNTS_FLAG, tl.load(control + INFO), own_rank, dst)

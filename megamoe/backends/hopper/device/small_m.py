@@ -113,11 +113,11 @@ def _list_rows(
         some = gl.arange(0, 32, layout=LINE)
         for expert in range(me, EXPERTS_PER_RANK, gl.num_programs(0)):
             index.index_expert(
-                control, bases, row_slot, row_address, row_weight, block_info, work,
-                stream_offset, tiled_offset, stream_max_rows, expert, rows_from, first_slot,
+                control, bases, row_slot, row_address, row_weight, block_info, work, work,
+                stream_offset, tiled_offset, stream_max_rows, expert, 0, rows_from, first_slot,
                 rank, lane, bin_idx, some, own_rank,
                 NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE, RESULT_BYTES,
-                WIDTHS, CUTS, SLOTS, bins,
+                WIDTHS, CUTS, SLOTS, 1, bins,
             )  # fmt: skip
         sync.arrive(control + sync.INDEXED)
     sync.await_count(control + sync.INDEXED, gl.minimum(EXPERTS_PER_RANK, gl.num_programs(0)))
