@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from megamoe.backends.hopper import board, plan
+from megamoe.backends.hopper.tables import TableSizes
 from megamoe.layout import MAX_RANKS
 from megamoe.shape import MoeShape, preset
 
@@ -17,7 +18,7 @@ SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
 @pytest.mark.parametrize("shape", [V4_PRO, SMALL, SMALL.with_ranks(1)])
 @pytest.mark.parametrize("capacity", [16, 8192])
 def test_lists_follow_each_other_and_hold_every_entry(shape: MoeShape, capacity: int) -> None:
-    sizes = plan.TableSizes(shape=shape, capacity=capacity)
+    sizes = TableSizes(shape=shape, capacity=capacity)
     lists = board.board_layout(sizes)
     begins = [lists.arrived, lists.done, lists.queue1, lists.queue2, lists.tables]
     assert begins[0] == board.BoardWord.ENTRIES

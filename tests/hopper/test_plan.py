@@ -8,6 +8,8 @@ import pytest
 
 from megamoe.backends.hopper import plan
 from megamoe.backends.hopper.packing import CHUNK, UNIT_BYTES
+from megamoe.backends.hopper.tables import TableSizes, expert_entries
+from megamoe.backends.hopper.widths import tile_rows
 from megamoe.errors import InternalError
 from megamoe.shape import MoeShape, preset
 
@@ -122,9 +124,9 @@ def test_token_rings_run_at_most_one_tile_ahead(block_n: int, num_columns: int) 
 def test_last_tiles_are_as_narrow_as_their_rows_allow(block_n: int) -> None:
     widths = plan.GemmPlan(stream_max_rows=0, block_n=block_n).widths
     assert len(widths) <= plan.MAX_WIDTHS
-    assert plan.tile_rows(0, widths) == ()
+    assert tile_rows(0, widths) == ()
     for count in range(1, 4 * block_n + 1):
-        tiles = plan.tile_rows(count, widths)
+        tiles = tile_rows(count, widths)
         # As many as with the widest tile alone, each with rows of its own, widest first.
         assert len(tiles) == -(-count // block_n)
         assert sum(tiles[:-1]) < count <= sum(tiles)
@@ -142,7 +144,7 @@ def test_last_tiles_are_as_narrow_as_their_rows_allow(block_n: int) -> None:
 @pytest.mark.parametrize("capacity", [1, 64, 512])
 @pytest.mark.parametrize("max_rows_share", [0.1, 1.0])
 def test_tables_hold_the_worst_routings(shape: MoeShape, capacity: int, max_rows_share: float) -> None:
-    sizes = plan.TableSizes(shape=shape, capacity=capacity)
+    sizes = TableSizes(shape=shape, capacity=capacity)
     experts = shape.num_experts_per_rank
     total = sizes.max_routed_rows
     chosen = plan.plan_gemms(shape, max(int(capacity * max_rows_share), 1))
@@ -153,7 +155,7 @@ def test_tables_hold_the_worst_routings(shape: MoeShape, capacity: int, max_rows
     for counts in (even, [total] + [0] * (experts - 1), one_row_each, edges):
         if sum(counts) > total:
             continue
-        entries = plan.expert_entries(counts, chosen)
+        entries = expert_entries(counts, chosen)
         last = max(e.first_row + sum(e.rows) for e in entries)
         assert last + plan.MAX_BLOCK_N <= sizes.padded_rows + plan.BLOCK_ROWS
         assert sum(len(e.rows) for e in entries if e.streaming) <= sizes.max_stream_entries
@@ -163,9 +165,9 @@ def test_tables_hold_the_worst_routings(shape: MoeShape, capacity: int, max_rows
 
 
 def test_memory_of_a_v4_pro_rank() -> None:
-    decode = plan.TableSizes(shape=V4_PRO, capacity=512)
+    decode = TableSizes(shape=V4_PRO, capacity=512)
     assert decode.num_bytes < 0.6e9
-    prefill = plan.TableSizes(shape=V4_PRO, capacity=8192)
+    prefill = TableSizes(shape=V4_PRO, capacity=8192)
     assert 8.0e9 < prefill.num_bytes < 8.3e9
 
 

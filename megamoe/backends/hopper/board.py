@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamoe.backends.hopper.plan import MAX_BLOCK_N, GemmPlan, TableSizes
+from megamoe.backends.hopper.plan import MAX_BLOCK_N, GemmPlan
+from megamoe.backends.hopper.tables import TableSizes
 from megamoe.shape import MoeShape
 
 ITEM_TOKENS = 8

@@ -1,6 +1,6 @@
 """One rank's device memory: its symmetric heap, private tables and images, and the control block.
 
-All ranks derive the same heap map from the bundle (megamoe.layout); tables follow from plan.TableSizes. Works on any
+All ranks derive the same heap map from the bundle (megamoe.layout); tables follow from tables.TableSizes. Works on any
 torch device, so that layouts and stages can be tested without a GPU.
 """
 
@@ -17,8 +17,8 @@ from megamoe.backends import Launch
 from megamoe.backends.hopper import record
 from megamoe.backends.hopper.board import board_layout
 from megamoe.backends.hopper.packing import PackedMatrix
-from megamoe.backends.hopper.plan import TableSizes
 from megamoe.backends.hopper.record import Word
+from megamoe.backends.hopper.tables import TableSizes
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
 from megamoe.errors import HeapError, must_be

@@ -6,7 +6,8 @@ import torch
 
 from megamoe.backends.hopper.device import combine, dispatch, expand, identity, index, prepare
 from megamoe.backends.hopper.launches import Launches
-from megamoe.backends.hopper.plan import INDEX_PART, GemmPlan, cut_table, index_block_tokens, next_power_of_2
+from megamoe.backends.hopper.plan import INDEX_PART, GemmPlan, index_block_tokens, next_power_of_2
+from megamoe.backends.hopper.widths import cut_table
 from megamoe.layout import FlagKind
 
 _PREPARE_TOKENS = 512

@@ -10,7 +10,8 @@ from megamoe.backends.hopper.board import NARROW_ROWS
 from megamoe.backends.hopper.buffers import BoundLayer
 from megamoe.backends.hopper.device import count
 from megamoe.backends.hopper.launches import Launches
-from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, check_resident, cut_table, next_power_of_2
+from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, check_resident, next_power_of_2
+from megamoe.backends.hopper.widths import cut_table
 from megamoe.errors import InternalError
 
 _COUNT_PAIRS = 2048

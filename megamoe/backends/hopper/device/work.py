@@ -32,7 +32,7 @@ def cut(count, stream_max_rows):
 @triton.jit
 def cut_tiled(count, stream_max_rows, WIDTHS: tl.constexpr, CUTS: tl.constexpr):
     """Of experts with `count` rows: (tiles of the greatest width before the last up to two, widths of these two, 0 =
-    none), see plan.tile_rows."""
+    none), see widths.tile_rows."""
     tiled = tl.where(count <= stream_max_rows, 0, count)
     num_full = tl.maximum((tiled + WIDTHS[0] - 1) // WIDTHS[0] - 2, 0)
     rest = tiled - num_full * WIDTHS[0]

@@ -15,10 +15,10 @@ from megamoe.backends.hopper.plan import (
     STREAM_COSTS,
     Counter,
     GemmPlan,
-    expert_entries,
 )
 from megamoe.backends.hopper.record import Word
 from megamoe.backends.hopper.references.group import Group
+from megamoe.backends.hopper.tables import expert_entries
 from megamoe.layout import FlagKind
 
 STREAM_FLAG = 1 << 8
