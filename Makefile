@@ -52,6 +52,7 @@ pytest: dev      ## the tests; `make pytest ARGS="tests/megamoe -k mx"` runs som
 	$(BIN)/python -m pytest $(ARGS)
 
 gpu-tests:       ## with PYTHON's own CUDA build of torch, on H100s or H200s: tests/gpu and the service's tests with hopper underneath
+	@$(PYTHON) -m megamoe.backends.hopper
 	$(PYTHON) -m service.cli compile --backend hopper
 	$(PYTHON) -m pytest tests/gpu tests/e2e --backend hopper $(ARGS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megamoe.backends.hopper import separate_queues
+from megamoe.backends.hopper import check_gpu, exit_status, separate_queues
 from megamoe.backends.hopper.floors import ranks_of
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Deployment, Path
@@ -182,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
     parser.add_argument("--paths", nargs="+", type=Path, choices=PATHS, default=PATHS)
     chosen = parser.parse_args(arguments)
+    check_gpu()
     separate_queues()
     deployment = deployment_of(ranks_of(preset(chosen.shape), 1))
     compile_all(jobs_of(deployment, 1))
@@ -199,4 +201,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

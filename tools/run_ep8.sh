@@ -17,14 +17,15 @@ while [ $# -gt 0 ]; do
   esac
 done
 cd "$(dirname "$0")/.." || exit 1
-mkdir -p "$out"
+mkdir -p "$out" || exit 1
 rm -f "$out"/*.json "$out"/*.md "$out"/*.log
-out=$(cd "$out" && pwd)
+out=$(cd "$out" && pwd) || exit 1
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 # Nothing here uses NVLink multicast.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 hopper="$python -m megamoe.backends.hopper"
+$hopper || exit 1 # no GPU, another Triton: one sentence says so
 failed=
 
 part() { # name, seconds, command...: run with a limit, keep its output, say how it went

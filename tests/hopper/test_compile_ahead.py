@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path as FilePath
 
 import pytest
@@ -47,8 +48,28 @@ def test_the_eight_gpu_run_names_its_options() -> None:
     assert "--ranks N" in said.stderr
 
 
+def test_the_eight_gpu_run_leaves_nothing_beside_its_folder(tmp_path: FilePath) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    command = ["bash", str(SCRIPT), "--out", str(file)]
+    said = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+    assert (said.returncode, said.stdout) == (1, ""), said.stdout
+    assert said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["", ".bench", ".baseline", ".bench.tables missing.json"])
+def test_scripts_say_what_they_lack_in_one_sentence(script: str) -> None:
+    command = [sys.executable, "-m", *f"megamoe.backends.hopper{script}".split()]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    said = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=60)
+    assert (said.returncode, said.stdout, said.stderr.count("\n")) == (1, "", 1), said.stderr
+    lacks = "missing.json" if "tables" in script else "backend hopper needs a CUDA build of torch and a GPU"
+    assert lacks in said.stderr
+
+
 STAND_IN = """#!/usr/bin/env bash
 # In place of python: notes what it was asked to run, writes the file that a bench would, fails where FAIL is named.
+[ "$*" = "-m megamoe.backends.hopper" ] && exit 0
 echo "$*" >> "$NOTES"
 while [ $# -gt 0 ]; do [ "$1" = --json ] && echo '{}' > "$2"; [ "$1" = "$FAIL" ] && exit 3; shift; done
 exit 0

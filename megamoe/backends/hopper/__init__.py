@@ -13,11 +13,13 @@ Nothing here imports Triton before a GPU backend is opened.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megamoe.bundle import Bundle
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, InvalidArgumentError, OperatorError
 
 if TYPE_CHECKING:
     from megamoe.backends import DeviceBench, DeviceSelftest, Say
@@ -37,13 +39,40 @@ def separate_queues() -> None:
 
 
 def check(bundle: Bundle) -> None:
-    """Raises ConfigError where no rank could open here: no Triton, no CUDA device, settings that are not served."""
+    """Raises ConfigError where no rank could open here: no Triton or another than 3.6, no CUDA device,
+    settings that are not served."""
+    served = _backend().check_served
+    check_gpu()
+    check_triton()
+    served(bundle)
+
+
+def check_gpu() -> None:
+    """Raises ConfigError where torch has no CUDA device."""
     import torch
 
-    served = _backend().check_served
     if not torch.cuda.is_available():
         raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
-    served(bundle)
+
+
+def exit_status(main: Callable[[], int | None]) -> int:
+    """What `main` of a script returns; what the machine or the arguments lack becomes one sentence and status 1."""
+    try:
+        return main() or 0
+    except (OperatorError, InvalidArgumentError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def check_triton() -> None:
+    """Raises ConfigError where the installed Triton's Gluon lacks what the tiled kernels use of it.
+
+    Triton 3.6 has `shared_memory_descriptor._reinterpret`, 3.9 has not.
+    """
+    triton = import_module("triton")
+    gluon = import_module("triton.experimental.gluon.language._core")
+    if not hasattr(gluon.shared_memory_descriptor, "_reinterpret"):
+        raise ConfigError(f"backend hopper needs triton 3.6 (got: {triton.__version__}, whose Gluon differs)")
 
 
 def compile_for(bundle: Bundle, say: Say) -> None:

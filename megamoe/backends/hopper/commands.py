@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamoe.backends import DeviceBench, DeviceSelftest, Say
-from megamoe.backends.hopper import separate_queues
+from megamoe.backends.hopper import check_gpu, separate_queues
 from megamoe.backends.hopper.bench.run import check_wanted, run_bench
 from megamoe.backends.hopper.compile_ahead import bench_deployments, compile_for, selftest_deployments
 from megamoe.backends.hopper.selftest.cases import SHAPE
@@ -19,8 +19,7 @@ NUM_RANKS = (1, 2, 4, 8)
 
 def check_machine(num_ranks: int) -> None:
     """Raises ConfigError: no GPU of the right kind, a number of ranks that no group has."""
-    if not torch.cuda.is_available():
-        raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
+    check_gpu()
     for number in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(number)
         if major != 9:

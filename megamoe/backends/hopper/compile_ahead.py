@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megamoe.backends.hopper import check_triton, exit_status
 from megamoe.backends.hopper.plan import devices_of_ranks
 from megamoe.bundle import Deployment, Path, RowFormat, plan_bundle
 from megamoe.shape import MoeShape, preset
@@ -121,7 +123,8 @@ def jobs_of(deployment: Deployment, num_devices: int) -> list[Job]:
 
 
 def compile_all(jobs: Sequence[Job]) -> None:
-    """On all cores; raises the first error of a job."""
+    """On all cores; raises the first error of a job, ConfigError where Triton does not fit."""
+    check_triton()
     # Spawned: nothing of this process's threads, and no CUDA context, goes along.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), mp_context=context) as pool:
@@ -189,4 +192,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
+from megamoe.backends.hopper import check_gpu, exit_status
 from megamoe.backends.hopper.baseline.ranks import BaselineConfig, time_baseline
 from megamoe.backends.hopper.floors import ranks_of
 from megamoe.routing import DISTRIBUTIONS
@@ -32,9 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         distributions=chosen.distributions,
         triton_kernels=chosen.triton_kernels,
     )
+    check_gpu()
     for timing in time_baseline(config):
         print(timing, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

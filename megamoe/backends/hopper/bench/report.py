@@ -115,7 +115,7 @@ class Report:
 def read_reports(files: Iterable[FilePath]) -> Report:
     """One report of the runs of one machine, group and shape, timings one after the other.
 
-    Raises InvalidArgumentError for files of different groups.
+    Raises InvalidArgumentError for files of different groups, or that are no JSON.
     """
     reports = [_read(file) for file in files]
     first = reports[0]
@@ -139,7 +139,12 @@ def read_reports(files: Iterable[FilePath]) -> Report:
 
 
 def _read(file: FilePath) -> Report:
-    kept: dict[str, Any] = json.loads(file.read_text())
+    try:
+        kept: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            must_be("reports", "what bench --json has left", f"{file}: {error}")
+        ) from None
     for timing in kept["timings"]:
         timing.pop("fraction")
     for baseline in kept["baselines"]:

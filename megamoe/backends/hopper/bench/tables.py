@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
+from megamoe.backends.hopper import exit_status
 from megamoe.backends.hopper.bench.plot import draw
 from megamoe.backends.hopper.bench.report import read_reports
 
@@ -23,4 +25,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))
