@@ -202,9 +202,11 @@ def share_memory(num_bytes: int, *, kind: str = MemoryKind.POSIX_SHM, device: st
 
     kind: a MemoryKind. device: for cuda_ipc, torch's name of the GPU that holds it ("cuda:0"). Close it after the ranks
     have; a caller that is killed leaves nothing behind.
-    Raises InvalidArgumentError (unknown kind), ConfigError (this machine or installation has no such memory), HeapError
-    (memory is short).
+    Raises InvalidArgumentError (unknown kind, no size), ConfigError (this machine or installation has no such memory),
+    HeapError (memory is short).
     """
+    if not isinstance(num_bytes, int) or num_bytes < 1:
+        raise InvalidArgumentError(must_be("num_bytes", "an integer of at least 1", repr(num_bytes)))
     if kind == MemoryKind.POSIX_SHM:
         return HostMemory.share(num_bytes)
     if kind not in set(MemoryKind):

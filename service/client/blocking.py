@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megamoe import Path, PathPolicy, StepPlan, SubStep
+from megamoe.errors import UnavailableError, must_be
 from service.client.front import AsyncFront
 from service.client.group import AsyncMoeGroup, AsyncStep
 from service.client.info import ServiceInfo
@@ -23,6 +25,7 @@ class Loop:
     """An event loop in a thread. Calls from several threads are fine."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="megamoe-client", daemon=True)
         self._thread.start()
@@ -33,12 +36,28 @@ class Loop:
         """The one of this process, which stays: gRPC does not like loops that come and go."""
         return cls()
 
+    def _check_process(self) -> None:
+        """Raises UnavailableError in a forked process: neither this thread nor gRPC came along."""
+        if self._pid != os.getpid():
+            got = f"process {os.getpid()}, forked from {self._pid}, which has one"
+            raise UnavailableError(must_be("process of a client", "a new one (spawn, not fork)", got))
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises UnavailableError in a forked process."""
+        try:
+            self._check_process()
+        except UnavailableError:
+            work.close()
+            raise
         # Bounded by the timeouts inside the client: every exchange has one.
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def submit(self, work: Callable[[], Awaitable[T]]) -> Future[T]:
-        """Call `work` on the loop's thread and await what it gives; what is submitted first begins first."""
+        """Call `work` on the loop's thread and await what it gives; what is submitted first begins first.
+
+        Raises UnavailableError in a forked process.
+        """
+        self._check_process()
 
         async def run() -> T:
             return await work()

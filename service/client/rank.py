@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import operator
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -66,6 +69,8 @@ class MoeRank:
         self._ended: dict[int, PlanId] = {}
         self._memories: list[SharedMemory] = []
         self._num_steps = 0
+        self._pid = os.getpid()
+        self._is_closed = False
 
     @classmethod
     @contextlib.contextmanager
@@ -93,6 +98,9 @@ class MoeRank:
             raise InvalidArgumentError(
                 must_be("transport", f"one of {', '.join(TRANSPORTS)}", repr(transport))
             )
+        rank = _whole("rank", rank, 2**31)
+        max_rows, num_calls = _whole("max_rows", max_rows, 2**31), _whole("num_calls", num_calls, 2**31)
+        _check_time("spin_us", spin_us)
         loop = Loop.shared()
         with contextlib.ExitStack() as opened:
             info = loop.run(_info_of(front, wait_ready_s))
@@ -138,6 +146,7 @@ class MoeRank:
         device: for a rank on a GPU, the same GPU as torch names it here; "" = memory of the host. It ends with this
         object, or at `unshare`.
         """
+        self._check_usable()
         kind = MemoryKind.CUDA_IPC if device else MemoryKind.POSIX_SHM
         kinds = self._transport.memory_kinds
         if kind not in kinds:
@@ -154,9 +163,14 @@ class MoeRank:
 
     def unshare(self, memory: SharedMemory) -> None:
         """Take memory back: no later call may use it. Its tensors are gone with it."""
-        self._memories.remove(memory)
-        self._transport.take_back(memory)
-        memory.close()
+        own = next((one for one in self._memories if one is memory), None)
+        if own is None:
+            raise InvalidArgumentError(must_be("memory", "of MoeRank.share, and taken back once", memory))
+        self._memories.remove(own)
+        try:
+            self._transport.take_back(own)
+        finally:
+            own.close()
 
     # ------------------------------------------------------------------------------ steps
 
@@ -175,13 +189,18 @@ class MoeRank:
         num_rows: rows of this rank, or of every rank where they are known. phase: "prefill" or "decode".
         Raises the error that the ranks agreed on; nothing is open then.
         """
-        counts = None if isinstance(num_rows, int) else tuple(num_rows)
+        self._check_usable()
+        # Counted before anything is refused: whatever one rank refuses, all ranks name their next step alike.
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        micro_batch_idx = _whole("micro_batch_idx", micro_batch_idx, 2**32)
+        _check_time("timeout_s", timeout_s)
+        counts = tuple(num_rows) if isinstance(num_rows, Sequence) else None
         if counts is not None and len(counts) != self.info.num_ranks:
             wanted = f"one number, or {self.info.num_ranks}, one per rank"
             raise InvalidArgumentError(must_be("num_rows", wanted, list(counts)))
-        own = num_rows if isinstance(num_rows, int) else counts[self.rank]  # type: ignore[index]
-        plan_id = PlanId(self.generation, self._next_step_id, micro_batch_idx)
-        self._next_step_id += 1
+        own = _integer("num_rows", num_rows if counts is None else counts[self.rank])
+        plan_id = PlanId(self.generation, step_id, micro_batch_idx)
         self._num_steps += 1
         wait_s = timeout_s or self.info.limits.step_timeout_s
         self._close_ended(micro_batch_idx)
@@ -228,7 +247,18 @@ class MoeRank:
                     await self._link.stream.request(request, timeout_s=MARGIN_S)
             seen = self._num_steps
 
+    def _check_usable(self) -> None:
+        """Raises StaleCallError after the end of `connect`'s `with`, UnavailableError in a forked process."""
+        if self._is_closed:
+            raise StaleCallError(
+                "a MoeRank must be used inside the `with` of its connect, got a call after it"
+            )
+        if self._pid != os.getpid():
+            must = must_be("process of a MoeRank", f"{self._pid}, which connected", f"a fork, {os.getpid()}")
+            raise UnavailableError(must)
+
     def _close(self) -> None:
+        self._is_closed = True
         for memory in list(self._memories):
             with contextlib.suppress(MegaMoeError):  # a rank that is gone has let go of it
                 self._transport.take_back(memory)
@@ -267,8 +297,9 @@ class RankStep:
 
         out: [n, hidden] bf16 to write into; with transport "memory" it is needed, and it and the rows lie in memory
         that `share` gave. ids and weights are always on the host. Layer indices grow within a step.
-        Raises InvalidArgumentError for tensors that are none of these, before anything is sent; else the error that all
-        ranks answer. The step stays open after a refusal.
+        Raises InvalidArgumentError for tensors that are none of these, before anything is sent: the other ranks wait
+        for this call until it comes, and where it never comes, their counts differ from this one's from then on: all
+        connect anew. Else the error that all ranks answer; the step stays open after it.
         """
         return self.start_layer(
             layer_idx, hidden_states, topk_ids, topk_weights, hidden_states_sf, out=out
@@ -287,23 +318,52 @@ class RankStep:
         """`layer` without waiting: its place in the total order is taken now. Tensors must stay until `result`."""
         if not self.is_open:
             raise StaleCallError(f"step {self.plan.plan_id} is closed: layers run inside its `with`")
+        layer_idx = _integer("layer_idx", layer_idx)  # a sequence that is taken must be sent
         rows = hidden_states, topk_ids, topk_weights, hidden_states_sf
         take = self._moe._take_sequence
-        return StartedLayer(self._start(self.names, layer_idx, take, rows, out, self.timeout_s))
+        return StartedLayer(self._moe, self._start(self.names, layer_idx, take, rows, out, self.timeout_s))
 
 
 class StartedLayer:
     """A layer call in flight. Call `result` once."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_moe")
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, moe: MoeRank, call: Call) -> None:
+        self._moe = moe
+        self._call: Call | None = call
 
     def result(self) -> RankOutput:
         """Wait for it. Raises what `RankStep.layer` says."""
-        hidden_states, queue_us, total_us = self._call.wait()
-        return RankOutput(hidden_states, queue_us, total_us, self._call)
+        call, self._call = self._call, None  # its place in the ring is another call's afterwards
+        if call is None:
+            raise StaleCallError("result of a layer call must be taken once, got a second time")
+        self._moe._check_usable()
+        hidden_states, queue_us, total_us = call.wait()
+        return RankOutput(hidden_states, queue_us, total_us, call)
+
+
+def _integer(name: str, value: object) -> int:
+    """A number that fits 64 bits. Raises InvalidArgumentError."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgumentError(must_be(name, "an integer", repr(value))) from None
+    if not -(2**63) <= number < 2**63:
+        raise InvalidArgumentError(must_be(name, "a 64-bit integer", number))
+    return number
+
+
+def _whole(name: str, value: object, end: int) -> int:
+    number = _integer(name, value)
+    if not 0 <= number < end:
+        raise InvalidArgumentError(must_be(name, f"from 0 to {end - 1}", number))
+    return number
+
+
+def _check_time(name: str, value: object) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+        raise InvalidArgumentError(must_be(name, "a finite number of at least 0", repr(value)))
 
 
 async def _info_of(address: str, wait_ready_s: float) -> ServiceInfo:

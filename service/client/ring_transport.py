@@ -113,6 +113,11 @@ class RingTransport:
     ) -> RingCall:
         hidden_states, topk_ids, topk_weights, scales = tensors
         ring = self._ring
+        if hidden_states is not None and (
+            not isinstance(hidden_states, torch.Tensor) or not hidden_states.ndim
+        ):
+            wanted = f"a tensor [rows, {self._hidden}]"
+            raise InvalidArgumentError(must_be("hidden_states", wanted, type(hidden_states).__name__))
         if hidden_states is None or not len(hidden_states):
             flags = layout.FLAG_IN_MEMORY if self._in_memory else 0
             at = ring.start_call(names, layer_idx, take_sequence(), 0, _NO_POINTERS, flags=flags)
@@ -131,7 +136,8 @@ class RingTransport:
         assert topk_ids is not None
         assert topk_weights is not None
         if not (topk_ids.is_cpu and topk_weights.is_cpu):
-            raise InvalidArgumentError(must_be("topk_ids, topk_weights", "on the host", topk_ids.device))
+            got = f"{topk_ids.device}, {topk_weights.device}"
+            raise InvalidArgumentError(must_be("topk_ids, topk_weights", "on the host", got))
         if rows > ring.spec.max_rows:
             limit = f"at most {ring.spec.max_rows} (max_rows of connect)"
             raise InvalidArgumentError(must_be("rows of a layer call", limit, rows))
@@ -158,8 +164,9 @@ class RingTransport:
             places = rows_id, out_id, x_at, sf_at, out_at
             memory.publish()
         elif not hidden_states.is_cpu or (out is not None and not out.is_cpu):
+            got = f"{hidden_states.device}, {None if out is None else out.device}"
             raise InvalidArgumentError(
-                must_be("hidden_states, out", "on the host with transport 'ring'", hidden_states.device)
+                must_be("hidden_states, out", "on the host with transport 'ring'", got)
             )
         if out is None:
             out = torch.empty((rows, hidden), dtype=_BF16)
@@ -254,6 +261,8 @@ def _check(
     """Raises InvalidArgumentError unless the tensor's bytes are [rows, columns] of one of the dtypes."""
     if tensor is None:
         raise InvalidArgumentError(must_be(name, f"[{rows}, {columns}]", None))
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(must_be(name, "a tensor", type(tensor).__name__))
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InvalidArgumentError(must_be(f"{name}.dtype", wanted, str(tensor.dtype).removeprefix("torch.")))

@@ -106,7 +106,8 @@ class RingCaller:
             self._reclaim()
         if not self._free_calls:
             raise OverloadedError(
-                "a layer call must find a free place in its ring, got all of them in flight"
+                "a layer call must find a free place in its ring (num_calls), got all of them in flight or "
+                "their results not taken"
             )
         at = self._free_calls.pop()
         hidden_at, sf_at, ids_at, weights_at, _ = self._maps.get(num_rows << 2 | flags) or self._map(
@@ -160,7 +161,7 @@ class RingCaller:
             return
         start = _now()
         if self.spin_s:
-            until = start + self.spin_s
+            until = start + min(self.spin_s, timeout_s)
             while True:
                 for _ in range(_SPINS_PER_LOOK):
                     if buf[at] == _REPLIED:
