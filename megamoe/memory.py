@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import weakref
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -126,7 +127,9 @@ class HostMemory:
         )
         lock_fd = os.open(segment.path, os.O_RDWR)
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
-        return cls(segment, handle, lock_fd)
+        memory = cls(segment, handle, lock_fd)
+        weakref.finalize(memory, _remove_own, segment.name, os.getpid())
+        return memory
 
     @classmethod
     def open(cls, handle: MemoryHandle) -> HostMemory:
@@ -172,6 +175,12 @@ class HostMemory:
             self._lock_fd = -1
         self._segment.close()
         _remove_if_unowned(self._segment.name)
+
+
+def _remove_own(name: str, owner_pid: int) -> None:
+    """Whose owner forgot to close it, or was interrupted while it did: at its end, and not at that of a fork."""
+    if os.getpid() == owner_pid:
+        (SHM_DIR / name).unlink(missing_ok=True)
 
 
 def remove_unowned() -> list[str]:

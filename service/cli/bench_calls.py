@@ -135,7 +135,8 @@ def _callers(settings: Settings, num_ranks: int) -> Iterator[Any]:
 
     def ask(question: tuple[Any, ...] | None, timeout_s: float = _ANSWER_TIMEOUT_S) -> list[Any]:
         for pipe in pipes if question is not None else ():
-            pipe.send(question)
+            with contextlib.suppress(OSError):  # it has ended; its answer says so
+                pipe.send(question)
         return [_answer(rank, pipe, timeout_s) for rank, pipe in enumerate(pipes)]
 
     try:
@@ -155,7 +156,7 @@ def _answer(rank: int, pipe: Connection, timeout_s: float) -> Any:
         raise PeerTimeoutError(f"the caller of rank {rank} gave no answer in {timeout_s:.0f} s", [rank])
     try:
         answer = pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise PeerTimeoutError(f"the caller of rank {rank} ended early", [rank]) from None
     if isinstance(answer, MegaMoeError):
         raise answer
@@ -166,13 +167,13 @@ def _serve(pipe: Connection, settings: Settings, rank: int, run: int) -> None:
     """One caller process: connects, measures and closes as it is told, until the pipe ends."""
     torch.set_num_threads(1)
     pipe.send("ready")
-    with contextlib.ExitStack() as opened:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as opened:
         moe: MoeRank | None = None
         way = ""
         while True:
             try:
                 what, *more = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 return
             answer: Any = "done"
             try:
@@ -196,7 +197,10 @@ def _serve(pipe: Connection, settings: Settings, rank: int, run: int) -> None:
                     opened.close()
             except MegaMoeError as error:
                 answer = MegaMoeError(f"caller of rank {rank}, {way}: {type(error).__name__}: {error}")
-            pipe.send(answer)
+            try:
+                pipe.send(answer)
+            except OSError:  # whoever asked has ended, of another caller's error or a Ctrl-C
+                return
 
 
 def _measure(

@@ -318,6 +318,7 @@ class RankStep:
         """`layer` without waiting: its place in the total order is taken now. Tensors must stay until `result`."""
         if not self.is_open:
             raise StaleCallError(f"step {self.plan.plan_id} is closed: layers run inside its `with`")
+        self._moe._check_usable()
         layer_idx = _integer("layer_idx", layer_idx)  # a sequence that is taken must be sent
         rows = hidden_states, topk_ids, topk_weights, hidden_states_sf
         take = self._moe._take_sequence

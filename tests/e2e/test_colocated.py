@@ -6,6 +6,7 @@ One service of two ranks for all of it; callers are threads, or processes where 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -38,6 +39,7 @@ from megamoe.mx import quantize_mxfp8
 from megamoe.reference import quantized_moe, relative_l2, tolerance
 from service.cli.bench_calls import Settings, print_bench_calls
 from service.client import Front, MoeGroup, MoeRank
+from service.client.rank import StartedLayer
 from service.pb import moe_pb2 as pb
 from service.ring import layout
 from tests.e2e.harness import ROOT, ServiceProcess, gone, rows, running
@@ -247,6 +249,71 @@ def test_tensors_that_are_no_rows_are_refused_before_anything_is_sent(front: str
             step.layer(0, x, ids, weights)
 
     assert both(front, "ring", work) == [None, None]
+
+
+def test_what_no_call_can_be_is_refused_and_nothing_is_counted(front: str) -> None:
+    for wrong, said in (
+        ({"rank": "0"}, "rank must be an integer, got '0'"),
+        ({"num_calls": -1}, "num_calls must be from 0 to 2147483647, got -1"),
+        ({"max_rows": 2**33}, "max_rows must be from 0 to"),
+        ({"spin_us": math.inf}, "spin_us must be a finite number of at least 0, got inf"),
+    ):
+        # Each with a holder of its own: nothing of it may hold the lease.
+        options = {"rank": 0, "holder": f"wrong-{said}", **wrong}
+        with pytest.raises(InvalidArgumentError, match=said), MoeRank.connect(front, **options):
+            pass
+
+    def work(moe: MoeRank) -> StartedLayer:
+        x, ids, weights = rows(3, seed=0, shape=SHAPE)
+        if moe.rank == 0:  # alone: the others then hear that it brings the next step
+            with (
+                pytest.raises(InvalidArgumentError, match="num_rows must be one number"),
+                moe.step([1, 2, 3]),
+            ):
+                pass
+        else:
+            with pytest.raises(MegaMoeError), moe.step(3):
+                pass
+        with pytest.raises(InvalidArgumentError, match="num_bytes must be an integer of at least 1, got 0"):
+            moe.share(0)
+        memory = moe.share(8192)
+        moe.unshare(memory)
+        with pytest.raises(
+            InvalidArgumentError, match="memory must be of MoeRank.share, and taken back once"
+        ):
+            moe.unshare(memory)
+        memory = moe.share(8192)
+        a, b, out = (memory.tensor(at, (3, SHAPE.hidden), x.dtype) for at in (0, 1024, 2048))
+        a.copy_(x)
+        with moe.step(3) as step:
+            for layer_idx in ("0", 0.5, 2**70):
+                with pytest.raises(InvalidArgumentError, match="layer_idx must be a"):
+                    step.layer(layer_idx, a, ids, weights, out=out)  # type: ignore[arg-type]
+            for tensor in ([[1.0]], torch.tensor(1.0)):
+                with pytest.raises(InvalidArgumentError, match="hidden_states must be a tensor"):
+                    step.layer(0, tensor, ids, weights, out=out)  # type: ignore[arg-type]
+            started = step.start_layer(0, a, ids, weights, out=b)
+            started.result()
+            with pytest.raises(StaleCallError, match="taken once, got a second time"):
+                started.result()  # its place is not given back twice: two calls would share it
+            two = [step.start_layer(1, a, ids, weights, out=out)]
+            assert torch.isfinite(two[0].result().hidden_states).all()
+            if pid := os.fork():
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            else:
+                try:
+                    step.layer(1, a, ids, weights, out=out)
+                except UnavailableError:
+                    os._exit(7)
+                finally:
+                    os._exit(1)
+        with moe.step(3) as step:
+            return step.start_layer(0, a, ids, weights, out=out)
+
+    for started in both(front, "memory", work):
+        assert isinstance(started, StartedLayer)
+        with pytest.raises(StaleCallError, match="inside the `with` of its connect"):
+            started.result()
 
 
 def test_what_lies_in_no_lent_memory_is_refused(front: str) -> None:
