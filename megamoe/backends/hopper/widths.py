@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +21,10 @@ def last_cuts(widths: tuple[int, ...]) -> tuple[Cut, ...]:
     with the widest alone, since each reads the expert's weights, but narrower ones."""
     one = [Cut(most=width, first=width, second=0) for width in sorted(widths)]
     two: dict[int, Cut] = {}
-    for first in widths:
-        for second in widths:
-            if second <= first and first + second > widths[0]:
-                # Of equal sums the one with the widest tile, which is the most efficient.
-                two.setdefault(first + second, Cut(most=first + second, first=first, second=second))
+    for first, second in combinations_with_replacement(widths, 2):  # widest first
+        if first + second > widths[0]:
+            # Of equal sums the one with the widest tile, which is the most efficient.
+            two.setdefault(first + second, Cut(most=first + second, first=first, second=second))
     return (*one, *(two[most] for most in sorted(two)))
 
 
