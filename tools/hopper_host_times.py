@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megamoe.backends.hopper import check_gpu, exit_status, separate_queues
+from megamoe.backends.hopper import check_gpu, exit_status
 from megamoe.backends.hopper.floors import ranks_of
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Deployment, Path
@@ -184,7 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--paths", nargs="+", type=Path, choices=PATHS, default=PATHS)
     chosen = parser.parse_args(arguments)
     check_gpu()
-    separate_queues()
     deployment = deployment_of(ranks_of(preset(chosen.shape), 1))
     compile_all(jobs_of(deployment, 1))
     name = f"megamoe-host-times-{time.monotonic_ns()}"

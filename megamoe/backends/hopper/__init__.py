@@ -48,9 +48,10 @@ def check(bundle: Bundle) -> None:
 
 
 def check_gpu() -> None:
-    """Raises ConfigError where torch has no CUDA device."""
+    """Raises ConfigError where torch has no CUDA device. Asking is the first use of CUDA: queues are settled before."""
     import torch
 
+    separate_queues()
     if not torch.cuda.is_available():
         raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamoe.backends import DeviceBench, DeviceSelftest, Say
-from megamoe.backends.hopper import check_gpu, separate_queues
+from megamoe.backends.hopper import check_gpu
 from megamoe.backends.hopper.bench.run import check_wanted, run_bench
 from megamoe.backends.hopper.compile_ahead import bench_deployments, compile_for, selftest_deployments
 from megamoe.backends.hopper.selftest.cases import SHAPE
@@ -31,7 +31,6 @@ def check_machine(num_ranks: int) -> None:
 def selftest(wanted: DeviceSelftest, say: Say) -> bool:
     """All ranks in threads of this process; True if every check is right."""
     check_machine(wanted.num_ranks)
-    separate_queues()
     row_formats = (RowFormat.BF16,) if wanted.fast else ROW_FORMATS
     compile_for(selftest_deployments(wanted.num_ranks, row_formats, odd=not wanted.fast), say)
     checks = Checks(say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,18 @@ def test_options_of_one_backend_are_refused_with_another(arguments: list[str], s
 
 @pytest.mark.parametrize("command", ["bench", "selftest"])
 def test_without_a_gpu_nothing_starts(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    """And CUDA is not asked before it is told how many queues ranks need: eight on one GPU wait for each other."""
+    queues = []
+
+    def is_available() -> bool:
+        queues.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return False
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
     status, text = run(command, "--backend", "hopper")
+    assert queues == ["32"]
     assert (status, text) == (
         1,
         "backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)\n",

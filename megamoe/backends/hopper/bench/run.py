@@ -11,7 +11,7 @@ import torch
 import triton
 
 from megamoe.backends import DeviceBench, Say
-from megamoe.backends.hopper import check_gpu, separate_queues
+from megamoe.backends.hopper import check_gpu
 from megamoe.backends.hopper.baseline.mxfp4 import check_package
 from megamoe.backends.hopper.baseline.ranks import BaselineConfig, time_baseline
 from megamoe.backends.hopper.bench.gemms import bench_gemms
@@ -54,7 +54,6 @@ def run_bench(wanted: DeviceBench, say: Say = _PRINT) -> bool:
     """Measure and tell of everything as it comes; True if nothing failed. Files are written after every part."""
     check_wanted(wanted)
     check_gpu()
-    separate_queues()
     shape = ranks_of(wanted.shape, wanted.num_ranks)
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     rates = measure_rates(devices[: wanted.num_ranks])
