@@ -89,3 +89,9 @@ def cpus_per_rank(num_ranks: int, have: float, host: str, wanted: float) -> floa
             f"parallelism across hosts is not supported), got {have:g} on {host}"
         )
     return cpus
+
+
+def gpus_per_rank(num_ranks: int, have: float) -> float:
+    """What a scheduler reserves of a GPU for each rank, of `have` on the host: all of it, or an equal share with the
+    other ranks on it. 0 where the scheduler knows of no GPU: ranks then use what they find, unreserved."""
+    return math.floor(1e4 / math.ceil(num_ranks / int(have))) / 1e4 if have >= 1 else 0.0

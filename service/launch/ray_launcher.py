@@ -26,7 +26,7 @@ from megamoe.errors import (
     must_be,
 )
 from service.config import ServiceConfig
-from service.launch.launcher import cpus_per_rank, rank_environment, refuse_many_hosts
+from service.launch.launcher import cpus_per_rank, gpus_per_rank, rank_environment, refuse_many_hosts
 from service.net.info import Addresses
 from service.rank.process import RankProcess
 from service.rank.spec import RankSpec, RankUp
@@ -35,6 +35,11 @@ log = logging.getLogger("megamoe.launcher")
 
 _PLACE_TIMEOUT_S = 60.0
 _NAMESPACE = "megamoe"
+_ALL_GPUS = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
+}
+"""Ray else hides from a rank all GPUs but its own, or all where it reserves none; ranks write into each other's."""
 
 
 class _RankActor:
@@ -116,12 +121,13 @@ class RayLauncher:
             self._group = self._place(len(specs), config)
             options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
             make: Any = ray.remote
-            env = {"env_vars": rank_environment(config)}
+            env = {"env_vars": rank_environment(config) | _ALL_GPUS}
             actor_type = make(**options, runtime_env=env)(_RankActor)
-            cpus = self._group.bundle_specs[0]["CPU"]
+            bundle = self._group.bundle_specs[0]
             self._actors = [
                 actor_type.options(
-                    num_cpus=cpus,
+                    num_cpus=bundle["CPU"],
+                    num_gpus=bundle.get("GPU", 0.0),
                     name=f"{spec.group_name}-{spec.rank}",
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, spec.rank),
                 ).remote(spec.to_json())
@@ -138,7 +144,8 @@ class RayLauncher:
         return ups
 
     def _place(self, num_ranks: int, config: ServiceConfig) -> Any:
-        """A placement group with a bundle per rank, all on this host: the front shares the ranks' memory too.
+        """A placement group with a bundle per rank, all on this host: the front shares the ranks' memory too. Of GPUs
+        that Ray knows of, backends on GPUs reserve what they use.
 
         Raises ConfigError when this host has not the room.
         """
@@ -146,13 +153,16 @@ class RayLauncher:
         here = next(node for node in ray.nodes() if node["NodeID"] == here_id)
         name, have = here["NodeManagerHostname"], here["Resources"].get("CPU", 0.0)
         cpus = cpus_per_rank(num_ranks, have, name, config.rank_cpus)
-        on_this_host = {f"node:{here['NodeManagerAddress']}": 0.001}
-        group = placement_group([{"CPU": cpus, **on_this_host}] * num_ranks, strategy="STRICT_PACK")
+        gpus = gpus_per_rank(num_ranks, here["Resources"].get("GPU", 0.0)) if config.on_gpu else 0.0
+        bundle = {"CPU": cpus, f"node:{here['NodeManagerAddress']}": 0.001} | ({"GPU": gpus} if gpus else {})
+        group = placement_group([bundle] * num_ranks, strategy="STRICT_PACK")
         if not group.wait(_PLACE_TIMEOUT_S):
             remove_placement_group(group)
+            free = ray.available_resources()
             raise ConfigError(
-                f"this host must have {num_ranks} x {cpus:g} free CPUs within {_PLACE_TIMEOUT_S} s, got "
-                f"{ray.available_resources().get('CPU', 0.0):g} free CPUs in the cluster"
+                f"this host must have {num_ranks} x {cpus:g} free CPUs and {num_ranks} x {gpus:g} free GPUs "
+                f"within {_PLACE_TIMEOUT_S} s, got {free.get('CPU', 0.0):g} free CPUs and "
+                f"{free.get('GPU', 0.0):g} free GPUs in the cluster"
             )
         return group
 

@@ -8,7 +8,7 @@ import pytest
 
 from megamoe.errors import ConfigError, UnavailableError
 from service.config import load_config
-from service.launch.launcher import cpus_per_rank, rank_environment, refuse_many_hosts
+from service.launch.launcher import cpus_per_rank, gpus_per_rank, rank_environment, refuse_many_hosts
 from service.launch.local_launcher import LocalLauncher
 from service.rank.spec import RankSpec, RankUp
 
@@ -44,6 +44,25 @@ def test_more_than_the_host_has_is_refused() -> None:
         cpus_per_rank(8, 4.0, "here", 1.0)
     with pytest.raises(ConfigError, match="got 0 on here"):
         cpus_per_rank(8, 0.0, "here", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "have", "share"),
+    [
+        (8, 8.0, 1.0),
+        (2, 8.0, 1.0),
+        (8, 2.0, 0.25),
+        (8, 3.0, 0.3333),
+        (8, 1.0, 0.125),
+        (1, 1.0, 1.0),
+        (8, 0.0, 0.0),
+    ],
+)
+def test_ranks_fit_on_gpus_that_each_take_equally_many(num_ranks: int, have: float, share: float) -> None:
+    got = gpus_per_rank(num_ranks, have)
+    assert got == share
+    on_one = int(1.0 / got) if got else num_ranks
+    assert on_one * max(have, 1.0) >= num_ranks
 
 
 def test_a_rank_is_told_everything_by_value() -> None:
