@@ -17,6 +17,7 @@ from megamoe import (
     run_bench,
 )
 from megamoe.errors import InvalidArgumentError, must_be
+from service.cli.words import counted
 from service.config import ServiceConfig
 
 _TABLE_WIDTH = 100
@@ -53,7 +54,8 @@ def print_bench(
     out = Console()
     out.print(
         f"{config.backend}, {shape.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, "
-        f"{shape.num_experts} experts, top-{shape.num_topk}, {shape.num_ranks} ranks, {distribution} routing",
+        f"{shape.num_experts} experts, top-{shape.num_topk}, {counted(shape.num_ranks, 'rank')}, "
+        f"{distribution} routing",
         highlight=False,
     )
     table = Table(

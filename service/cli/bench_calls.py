@@ -22,6 +22,7 @@ from rich.table import Table
 
 from megamoe import MemoryKind, MoeBatch, prev_power_of_2, route_rank
 from megamoe.errors import InvalidArgumentError, MegaMoeError, PeerTimeoutError, must_be
+from service.cli.words import counted
 from service.client import Front, MoeRank
 from service.client.rank import TRANSPORTS
 
@@ -64,8 +65,9 @@ def print_bench_calls(settings: Settings, *, transports: str, rows: str) -> None
     sizes = _numbers(rows, info.limits.max_tokens_per_rank)
     out = Console()
     out.print(
-        f"{info.backend}, {info.model_name}: hidden {info.shape.hidden}, top-{info.shape.num_topk}, {info.num_ranks} "
-        f"ranks, {settings.phase}; a caller process a rank, {settings.calls} layer calls a size, microseconds",
+        f"{info.backend}, {info.model_name}: hidden {info.shape.hidden}, top-{info.shape.num_topk}, "
+        f"{counted(info.num_ranks, 'rank')}, {settings.phase}; a caller process a rank, {settings.calls} layer calls a "
+        "size, microseconds",
         highlight=False,
     )
     table = Table(

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megamoe.errors import UnavailableError
+from service.cli.words import counted
 from service.config import load_config
 
 READY_TIMEOUT_S = 180.0
@@ -55,7 +56,7 @@ def _run(*, out: Path, launcher: str, duration_s: float | None) -> int:
         started = time.monotonic()
         config = load_config(overrides={"profile": "demo"})
         where = "the CPU" if config.backend == "cpu" else config.backend
-        ranks = f"{config.moe_shape.num_ranks} ranks on {where}"
+        ranks = f"{counted(config.moe_shape.num_ranks, 'rank')} on {where}"
         print(f"starting the service: {ranks}, {launcher} launcher (log: {log})", flush=True)
         _wait_ready(process, f"http://127.0.0.1:{http_port}/readyz", log)
         print(f"ready after {time.monotonic() - started:.0f} s on 127.0.0.1:{port}", flush=True)

@@ -18,6 +18,7 @@ import typer
 from megamoe import DISTRIBUTIONS, check_backend
 from megamoe.errors import InvalidArgumentError, MegaMoeError, must_be
 from service.cli.options import with_config_options
+from service.cli.words import counted
 from service.config import ServiceConfig
 
 app = typer.Typer(
@@ -44,8 +45,8 @@ def serve(config: ServiceConfig) -> None:
     def on_up(state: State) -> None:
         where = state.addresses
         typer.echo(
-            f"megamoe is ready: generation {state.generation}, {len(where.ranks)} ranks, "
-            f"{config.moe_shape.num_layers} layers of {config.label}, profile {config.profile}\n"
+            f"megamoe is ready: generation {state.generation}, {counted(len(where.ranks), 'rank')}, "
+            f"{counted(config.moe_shape.num_layers, 'layer')} of {config.label}, profile {config.profile}\n"
             f"  front    {where.front}   (gRPC: GetInfo, ForwardStep, Admin)\n"
             f"  ranks    {' '.join(where.ranks)}   (gRPC: Forward)\n"
             f"  metrics  {' '.join(where.metrics)}   (Prometheus)\n"
@@ -56,7 +57,8 @@ def serve(config: ServiceConfig) -> None:
             typer.echo(f"  {path} is not built: {reason}")
 
     check_backend(config.bundle)
-    typer.echo(f"megamoe starts {config.moe_shape.num_ranks} ranks with the {config.launcher} launcher ...")
+    num_ranks = counted(config.moe_shape.num_ranks, "rank")
+    typer.echo(f"megamoe starts {num_ranks} with the {config.launcher} launcher ...")
     try:
         asyncio.run(Supervisor(config, on_up=on_up).run())
     except MegaMoeError as error:

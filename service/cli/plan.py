@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megamoe import Path, PathPolicy, check_backend, plan_layout
 from megamoe.errors import ConfigError
+from service.cli.words import counted
 from service.config import MIB, ServiceConfig
 from service.launch.memory import shm_bytes, shm_left_bytes
 
@@ -20,7 +21,7 @@ def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
     out.print(
         f"profile {config.profile}, backend {config.backend}, shape {shape.name}: hidden {shape.hidden}, "
         f"intermediate {shape.intermediate}, {shape.num_experts} experts ({shape.num_experts_per_rank} a rank), "
-        f"top-{shape.num_topk}, {shape.num_layers} layers, {shape.num_ranks} ranks",
+        f"top-{shape.num_topk}, {counted(shape.num_layers, 'layer')}, {counted(shape.num_ranks, 'rank')}",
         highlight=False,
     )
     out.print(

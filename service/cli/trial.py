@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from megamoe import check_backend, run_trial
+from service.cli.words import counted
 from service.config import ServiceConfig
 
 
@@ -15,7 +16,7 @@ def print_trial(config: ServiceConfig) -> bool:
     shape, where = config.moe_shape, f" ({config.device})" if config.backend == "gfx950" else ""
     out.print(
         f"{config.backend}{where}, {shape.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, "
-        f"{shape.num_experts} experts, top-{shape.num_topk}, {shape.num_ranks} ranks"
+        f"{shape.num_experts} experts, top-{shape.num_topk}, {counted(shape.num_ranks, 'rank')}"
     )
     for path, reason in config.bundle.reasons.items():
         out.print(f"{path} is not built: {reason}")

@@ -29,6 +29,9 @@ class AsyncFront:
     """A channel to the front. Use `async with`, or `close`."""
 
     def __init__(self, address: str, *, max_message_bytes: int = -1) -> None:
+        """Raises InvalidArgumentError for what is no address; whether anybody is there shows at the first call."""
+        if not isinstance(address, str) or not address.strip():
+            raise InvalidArgumentError(must_be("address of the front", "host:port", repr(address)))
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
         self._layer: Any = MoELayerStub(self._channel)

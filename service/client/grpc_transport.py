@@ -47,16 +47,29 @@ class GrpcTransport:
         out: torch.Tensor | None,
         wait_s: float,
     ) -> GrpcCall:
-        lease_serial, generation, step_id, micro_batch_idx = names
+        if not 0 <= layer_idx < 2**32:
+            raise InvalidArgumentError(must_be("layer_idx", "from 0 to 2^32 - 1", layer_idx))
         writer = wire.PayloadWriter()
         rows = None if tensors[0] is None else [tensor for tensor in tensors if tensor is not None]
-        call = pb.LayerCall(
-            lease_serial=lease_serial,
-            plan_id=pb.PlanId(generation=generation, step_id=step_id, micro_batch_idx=micro_batch_idx),
-            layer_idx=layer_idx,
-            tensors=add_rows(writer, rows),
-        )
+        for tensor in (*(rows or ()), *(() if out is None else (out,))):
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidArgumentError(
+                    must_be("rows and out of a layer call", "tensors", type(tensor).__name__)
+                )
+        call = _call_of(names)
+        call.layer_idx = layer_idx
+        call.tensors.extend(add_rows(writer, rows))
         call.sequence = take_sequence()
+        return self._send(call, writer, out, wait_s)
+
+    def refuse(self, names: Names, sequence: int, error: InvalidArgumentError, wait_s: float) -> GrpcCall:
+        call = _call_of(names)
+        call.sequence, call.refusal = sequence, str(error)
+        return self._send(call, wire.PayloadWriter(), None, wait_s)
+
+    def _send(
+        self, call: pb.LayerCall, writer: wire.PayloadWriter, out: torch.Tensor | None, wait_s: float
+    ) -> GrpcCall:
         request = self._link.stream.request
         sent = self._link.loop.submit(
             lambda: request(pb.ForwardRequest(layer_call=call), tuple(writer.parts), timeout_s=wait_s)
@@ -76,6 +89,12 @@ class GrpcTransport:
 
     def close(self) -> None:
         """The stream is the link's."""
+
+
+def _call_of(names: Names) -> pb.LayerCall:
+    lease_serial, generation, step_id, micro_batch_idx = names
+    plan_id = pb.PlanId(generation=generation, step_id=step_id, micro_batch_idx=micro_batch_idx)
+    return pb.LayerCall(lease_serial=lease_serial, plan_id=plan_id)
 
 
 class GrpcCall:

@@ -13,7 +13,7 @@ from service.pb import moe_pb2 as pb
 class Limits:
     """max_tokens_per_rank: rows of one piece of a step. max_step_rows: rows of one rank in one step. Bytes: largest
     messages of a Forward stream and of ForwardStep. max_colocated_rings: callers on its host that may have a ring of a
-    rank."""
+    rank; max_calls_per_ring: layer calls in flight that one may have."""
 
     max_tokens_per_rank: int
     max_step_rows: int
@@ -23,6 +23,7 @@ class Limits:
     lease_timeout_s: float
     max_micro_batches: int
     max_colocated_rings: int
+    max_calls_per_ring: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ def info_from_pb(message: pb.ServiceInfo) -> ServiceInfo:
             lease_timeout_s=limits.lease_timeout_s,
             max_micro_batches=limits.max_micro_batches,
             max_colocated_rings=limits.max_colocated_rings,
+            max_calls_per_ring=limits.max_calls_per_ring,
         ),
         front_address=message.front_address,
         rank_addresses=tuple(rank.address for rank in message.ranks),

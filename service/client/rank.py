@@ -106,6 +106,8 @@ class MoeRank:
             info = loop.run(_info_of(front, wait_ready_s))
             if not 0 <= rank < info.num_ranks:
                 raise InvalidArgumentError(must_be("rank", f"from 0 to {info.num_ranks - 1}", rank))
+            if transport != "grpc":
+                _check_ring(info, max_rows, num_calls)
             stream = loop.run(_open_stream(info, rank))
             opened.callback(lambda: loop.run(stream.close()))
             granted = loop.run(_take_lease(stream, holder, info.limits.max_micro_batches))
@@ -297,9 +299,9 @@ class RankStep:
 
         out: [n, hidden] bf16 to write into; with transport "memory" it is needed, and it and the rows lie in memory
         that `share` gave. ids and weights are always on the host. Layer indices grow within a step.
-        Raises InvalidArgumentError for tensors that are none of these, before anything is sent: the other ranks wait
-        for this call until it comes, and where it never comes, their counts differ from this one's from then on: all
-        connect anew. Else the error that all ranks answer; the step stays open after it.
+        Raises the error that all ranks answer, InvalidArgumentError for tensors of this one that are none of these
+        among them; the step stays open after it. OverloadedError when as many calls are in flight as `connect` said:
+        then nothing was sent.
         """
         return self.start_layer(
             layer_idx, hidden_states, topk_ids, topk_weights, hidden_states_sf, out=out
@@ -319,10 +321,15 @@ class RankStep:
         if not self.is_open:
             raise StaleCallError(f"step {self.plan.plan_id} is closed: layers run inside its `with`")
         self._moe._check_usable()
-        layer_idx = _integer("layer_idx", layer_idx)  # a sequence that is taken must be sent
         rows = hidden_states, topk_ids, topk_weights, hidden_states_sf
         take = self._moe._take_sequence
-        return StartedLayer(self._moe, self._start(self.names, layer_idx, take, rows, out, self.timeout_s))
+        try:
+            layer_idx = _integer("layer_idx", layer_idx)
+            call = self._start(self.names, layer_idx, take, rows, out, self.timeout_s)
+        except InvalidArgumentError as error:
+            # The others wait for this call, or have made it: they hear what is wrong with it.
+            call = self._moe._transport.refuse(self.names, take(), error, self.timeout_s)
+        return StartedLayer(self._moe, call)
 
 
 class StartedLayer:
@@ -360,6 +367,17 @@ def _whole(name: str, value: object, end: int) -> int:
     if not 0 <= number < end:
         raise InvalidArgumentError(must_be(name, f"from 0 to {end - 1}", number))
     return number
+
+
+def _check_ring(info: ServiceInfo, max_rows: int, num_calls: int) -> None:
+    """Raise InvalidArgumentError for a ring that the service opens for nobody."""
+    limits = info.limits
+    for name, value, most, why in (
+        ("max_rows", max_rows, limits.max_step_rows, "max_step_rows"),
+        ("num_calls", num_calls, limits.max_calls_per_ring, "max_calls_per_ring"),
+    ):
+        if value > most:
+            raise InvalidArgumentError(must_be(name, f"at most {most} ({why} of the service)", value))
 
 
 def _check_time(name: str, value: object) -> None:

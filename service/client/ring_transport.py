@@ -38,6 +38,7 @@ from service.ring import codec as ring_codec
 from service.ring import layout
 from service.ring.bell import Bell
 from service.ring.caller import RingCaller
+from service.ring.step_codec import LAYER_BODY_BYTES, REFUSAL_BODY_BYTES
 
 _NO_POINTERS, _NO_PLACES = (0, 0, 0, 0), (0, 0, 0, 0, 0)
 _BF16, _U8, _I32, _F32 = torch.bfloat16, torch.uint8, torch.int32, torch.float32
@@ -113,6 +114,7 @@ class RingTransport:
     ) -> RingCall:
         hidden_states, topk_ids, topk_weights, scales = tensors
         ring = self._ring
+        ring.check_place()
         if hidden_states is not None and (
             not isinstance(hidden_states, torch.Tensor) or not hidden_states.ndim
         ):
@@ -174,6 +176,10 @@ class RingTransport:
         at = ring.start_call(names, layer_idx, take_sequence(), rows, pointers, places, flags=flags)
         return RingCall(self, at, rows, flags, out, wait_s)
 
+    def refuse(self, names: Names, sequence: int, error: InvalidArgumentError, wait_s: float) -> RingCall:
+        at = self._ring.refuse_call(names, sequence, ErrorReply.of(error))
+        return RingCall(self, at, 0, 0, _NO_ROWS, wait_s, REFUSAL_BODY_BYTES)
+
     def _place(self, name: str, pointer: int, num_bytes: int) -> tuple[int, int, SharedMemory]:
         """(memory id, offset, memory) of a tensor. Raises InvalidArgumentError if it is in none that was lent."""
         for start, end, memory_id, memory in self._lent:
@@ -218,12 +224,20 @@ class RingTransport:
 class RingCall:
     """A layer call in the ring."""
 
-    __slots__ = ("_at", "_body", "_flags", "_num_rows", "_out", "_transport", "_wait_s")
+    __slots__ = ("_at", "_body", "_body_bytes", "_flags", "_num_rows", "_out", "_transport", "_wait_s")
 
     def __init__(
-        self, transport: RingTransport, at: int, num_rows: int, flags: int, out: torch.Tensor, wait_s: float
+        self,
+        transport: RingTransport,
+        at: int,
+        num_rows: int,
+        flags: int,
+        out: torch.Tensor,
+        wait_s: float,
+        body_bytes: int = LAYER_BODY_BYTES,
     ) -> None:
         self._transport = transport
+        self._body_bytes = body_bytes
         self._at = at
         self._num_rows = num_rows
         self._flags = flags
@@ -235,7 +249,7 @@ class RingCall:
         ring, at = self._transport._ring, self._at
         try:
             ring.wait_for(at, self._wait_s)
-            kind, body = ring.reply_of_call(at)
+            kind, body = ring.reply_of_call(at, self._body_bytes)
             if kind != ring_codec.R_LAYER:
                 raise self._transport._error(
                     ring_codec.decode_reply(kind, body, self._transport._num_ranks, _NO_ROWS)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from megamoe import MemoryKind, PlanId, SharedMemory, StepPlan, SubStep, SubStepReport
+from megamoe.errors import InvalidArgumentError
 from service.client.blocking import Loop
 from service.client.info import ServiceInfo
 from service.client.stream import RankStream, Reply
@@ -66,7 +67,11 @@ class Transport(Protocol):
         out: torch.Tensor | None,
         wait_s: float,
     ) -> Call:
-        """Send a layer call. Raises InvalidArgumentError before it takes a sequence if the tensors are no rows."""
+        """Send a layer call. Raises InvalidArgumentError (what is given is no call) and OverloadedError (as many are in
+        flight as can be) before it takes a sequence."""
+
+    def refuse(self, names: Names, sequence: int, error: InvalidArgumentError, wait_s: float) -> Call:
+        """Send a layer call that cannot be: all ranks answer this error for it, so that none waits for it."""
 
     def close_step(self, lease_serial: int, plan_id: PlanId) -> None:
         """Say that a plan is done with; waits for nothing."""

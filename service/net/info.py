@@ -10,6 +10,7 @@ from megamoe import Path, PathPolicy
 from service.config import ServiceConfig
 from service.net import codec
 from service.pb import moe_pb2 as pb
+from service.ring.specs import MAX_CALLS_PER_RING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ def service_info(config: ServiceConfig, state: State) -> pb.ServiceInfo:
             lease_timeout_s=config.lease_timeout_s,
             max_micro_batches=config.max_micro_batches,
             max_colocated_rings=config.max_colocated_rings,
+            max_calls_per_ring=MAX_CALLS_PER_RING,
         ),
         ranks=[
             pb.RankInfo(rank=rank, address=address, metrics_address=metrics_address)

@@ -503,11 +503,16 @@ class LayerCall(_message.Message):
     LAYER_IDX_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     lease_serial: _builtins.int
     layer_idx: _builtins.int
     """Index of the MoE layer, from 0; grows within a plan."""
     sequence: _builtins.int
     """Place in the total order of the group's layer calls."""
+    refusal: _builtins.str
+    """Why the caller cannot make this call, "" if it can. All ranks then answer INVALID_ARGUMENT with this sentence, and
+    the next call has the next sequence: a caller that only left the call out would keep the others waiting.
+    """
     @_builtins.property
     def plan_id(self) -> Global___PlanId: ...
     @_builtins.property
@@ -522,10 +527,11 @@ class LayerCall(_message.Message):
         layer_idx: _builtins.int = ...,
         sequence: _builtins.int = ...,
         tensors: _abc.Iterable[Global___Tensor] | None = ...,
+        refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan_id", b"plan_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_idx", b"layer_idx", "lease_serial", b"lease_serial", "plan_id", b"plan_id", "sequence", b"sequence", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_idx", b"layer_idx", "lease_serial", b"lease_serial", "plan_id", b"plan_id", "refusal", b"refusal", "sequence", b"sequence", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1233,6 +1239,7 @@ class Limits(_message.Message):
     LEASE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MAX_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     MAX_COLOCATED_RINGS_FIELD_NUMBER: _builtins.int
+    MAX_CALLS_PER_RING_FIELD_NUMBER: _builtins.int
     max_tokens_per_rank: _builtins.int
     """Rows of one rank that one piece of a step holds."""
     max_step_rows: _builtins.int
@@ -1249,6 +1256,8 @@ class Limits(_message.Message):
     """Micro-batches that may have a plan open at the same time."""
     max_colocated_rings: _builtins.int
     """Rings of co-located callers that a rank has open at a time; 0 = none."""
+    max_calls_per_ring: _builtins.int
+    """Layer calls in flight that OpenRing may ask for."""
     def __init__(
         self,
         *,
@@ -1260,10 +1269,11 @@ class Limits(_message.Message):
         lease_timeout_s: _builtins.float = ...,
         max_micro_batches: _builtins.int = ...,
         max_colocated_rings: _builtins.int = ...,
+        max_calls_per_ring: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_step_max_bytes", b"forward_step_max_bytes", "lease_timeout_s", b"lease_timeout_s", "max_colocated_rings", b"max_colocated_rings", "max_message_bytes", b"max_message_bytes", "max_micro_batches", b"max_micro_batches", "max_step_rows", b"max_step_rows", "max_tokens_per_rank", b"max_tokens_per_rank", "step_timeout_s", b"step_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_step_max_bytes", b"forward_step_max_bytes", "lease_timeout_s", b"lease_timeout_s", "max_calls_per_ring", b"max_calls_per_ring", "max_colocated_rings", b"max_colocated_rings", "max_message_bytes", b"max_message_bytes", "max_micro_batches", b"max_micro_batches", "max_step_rows", b"max_step_rows", "max_tokens_per_rank", b"max_tokens_per_rank", "step_timeout_s", b"step_timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,9 +31,8 @@ from service.ring.bell import FIRST_RING_WRITER, NUM_RING_WRITERS
 from service.ring.consumer import RingConsumer, ring_name
 from service.ring.layout import RingSpec
 from service.ring.lent import LentMemory
-from service.ring.specs import FIRST_COLOCATED_RING
+from service.ring.specs import FIRST_COLOCATED_RING, MAX_CALLS_PER_RING
 
-MAX_CALLS_PER_RING = 64
 MAX_MEMORIES_PER_CALLER = 64
 
 

@@ -139,6 +139,8 @@ class RankServicer:
             "sequence": call.sequence,
         }
         try:
+            if call.refusal:
+                raise InvalidArgumentError(call.refusal)
             batch = wire.read_batch(self._shape, call.tensors, envelope.payload)
             rows = {} if batch.num_rows == 0 else vars(batch)
             return await self._submit(LayerRequest(**fields, **rows))

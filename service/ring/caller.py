@@ -13,9 +13,9 @@ import os
 import time
 from collections.abc import Callable
 
-from megamoe import MX_BLOCK, SharedSegment, fence, full_fence
+from megamoe import MX_BLOCK, PlanId, SharedSegment, fence, full_fence
 from megamoe.errors import ConfigError, OverloadedError, PeerTimeoutError
-from service.messages import CloseRequest, IntentRequest
+from service.messages import CloseRequest, ErrorReply, IntentRequest, LayerRequest
 from service.ring import codec, layout, step_codec
 from service.ring.bell import Bell
 from service.ring.layout import RingSpec
@@ -32,7 +32,6 @@ _pack_places = step_codec.PLACES.pack_into
 _pack_descriptor = layout.DESCRIPTOR.pack_into
 _SUBMITTED, _REPLIED, _ALIGN = layout.STATE_SUBMITTED, layout.STATE_REPLIED, layout.RECORD_ALIGN
 _LAYER, _NO_PLACES = codec.LAYER, (0, 0, 0, 0, 0)
-_REPLY_AT = _ALIGN + layout.align_up(step_codec.LAYER_BODY_BYTES)
 _now_ns, _now = time.monotonic_ns, time.monotonic
 
 
@@ -64,12 +63,13 @@ class RingCaller:
         self._awake.store(1)
         self._number = self._published.load()
         self._base = segment.base_ptr
-        largest = max(
+        of_rows = (
             spec.layer_map(spec.max_rows, mxfp8, in_memory=in_memory).num_bytes
             for mxfp8 in (False, True)
             for in_memory in (False, True)
             if in_memory or self._holds_rows(spec)
         )
+        largest = max(spec.layer_map(0, False, step_codec.REFUSAL_BODY_BYTES).num_bytes, *of_rows)
         count = spec.num_bulk_bytes // largest
         self._free_calls = [spec.bulk_at + idx * largest for idx in reversed(range(count))]
         self._free_controls = [
@@ -100,15 +100,9 @@ class RingCaller:
 
         names: lease, generation, step, micro-batch. pointers: host addresses of hidden_states, scales, topk_ids,
         topk_weights; the first two are not read with FLAG_IN_MEMORY, whose rows `places` says instead.
-        Raises OverloadedError when every place is taken.
+        Raises OverloadedError when every place is taken (see `check_place`).
         """
-        if not self._free_calls:
-            self._reclaim()
-        if not self._free_calls:
-            raise OverloadedError(
-                "a layer call must find a free place in its ring (num_calls), got all of them in flight or "
-                "their results not taken"
-            )
+        self.check_place()
         at = self._free_calls.pop()
         hidden_at, sf_at, ids_at, weights_at, _ = self._maps.get(num_rows << 2 | flags) or self._map(
             num_rows, flags
@@ -130,6 +124,38 @@ class RingCaller:
         _pack_record(
             buf, at, _SUBMITTED, _LAYER, number, _now_ns(), step_codec.LAYER_BODY_BYTES, num_rows, flags, 0, 0
         )
+        self._publish(at, number, control=False)
+        return at
+
+    def check_place(self) -> None:
+        """Raise OverloadedError when every place is taken: before a sequence is, for that must be sent."""
+        if not self._free_calls:
+            self._reclaim()
+        if not self._free_calls:
+            raise OverloadedError(
+                "a layer call must find a free place in its ring (num_calls), got all of them in flight or "
+                "their results not taken"
+            )
+
+    def refuse_call(self, names: tuple[int, int, int, int], sequence: int, error: ErrorReply) -> int:
+        """`start_call` of a call that the caller found wrong itself: all ranks answer the error.
+
+        Its reply lies behind a body of REFUSAL_BODY_BYTES. Raises OverloadedError when every place is taken.
+        """
+        self.check_place()
+        at = self._free_calls.pop()
+        body = step_codec.encode_layer(
+            LayerRequest(
+                lease_serial=names[0],
+                plan_id=PlanId(*names[1:]),
+                layer_idx=0,
+                sequence=sequence,
+                refusal=(error.code, error.message),
+            )
+        )
+        number, buf, size = self._number, self._buf, step_codec.REFUSAL_BODY_BYTES
+        buf[at + _ALIGN : at + _ALIGN + size] = body.ljust(size, b"\0")
+        _pack_record(buf, at, _SUBMITTED, _LAYER, number, _now_ns(), size, 0, 0, 0, 0)
         self._publish(at, number, control=False)
         return at
 
@@ -192,11 +218,12 @@ class RingCaller:
             if fault is not None:
                 raise fault.exception()
 
-    def reply_of_call(self, at: int) -> tuple[int, bytes]:
-        """(kind, body) of an answered layer call."""
+    def reply_of_call(self, at: int, body_bytes: int = step_codec.LAYER_BODY_BYTES) -> tuple[int, bytes]:
+        """(kind, body) of an answered layer call, whose own body had body_bytes."""
         fence()
         kind, num_bytes = layout.REPLY_TAIL.unpack_from(self._buf, at + layout.REPLY_KIND_AT)
-        return kind, bytes(self._buf[at + _REPLY_AT : at + _REPLY_AT + num_bytes])
+        start = at + layout.layer_reply_at(body_bytes)
+        return kind, bytes(self._buf[start : start + num_bytes])
 
     def copy_out(self, at: int, num_rows: int, flags: int, target_ptr: int) -> None:
         """The result rows of an answered call with its rows in the ring, to a host address."""

@@ -214,7 +214,10 @@ def _malformed(spec: RingSpec, offset: int, head: tuple[int, ...], number: int) 
     if is_call != (kind == codec.LAYER):
         pool = "layer calls" if kind == codec.LAYER else "control messages"
         return must_be("place of a record", f"in the pool of {pool}", offset)
-    most = step_codec.LAYER_BODY_BYTES if is_call else layout.CONTROL_BODY_BYTES
+    most = step_codec.REFUSAL_BODY_BYTES if is_call else layout.CONTROL_BODY_BYTES
     if body_bytes > most:
         return must_be("body of a record", f"at most {most} bytes", body_bytes)
+    end = offset + layout.layer_reply_at(body_bytes) + spec.layer_reply_bytes
+    if is_call and end > spec.num_bytes:
+        return must_be("end of a record", f"inside a ring of {spec.num_bytes} bytes", end)
     return ""

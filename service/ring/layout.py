@@ -16,7 +16,7 @@ from megamoe import MX_BLOCK, Deployment
 from megamoe.errors import InvalidArgumentError, must_be
 from service.messages import ErrorReply
 from service.ring.codec import REPORT_BYTES
-from service.ring.step_codec import LAYER_BODY_BYTES, MAX_TEXT_BYTES, cut_text
+from service.ring.step_codec import LAYER_BODY_BYTES, MAX_TEXT_BYTES, REFUSAL_BODY_BYTES, cut_text
 
 RECORD_ALIGN = 128
 MAGIC = 0x4D4F4552_0002  # layout version in the low half
@@ -50,6 +50,11 @@ _PLAN_BYTES_PER_SUB_STEP = 384
 
 def align_up(num_bytes: int, align: int = RECORD_ALIGN) -> int:
     return -(-num_bytes // align) * align
+
+
+def layer_reply_at(body_bytes: int) -> int:
+    """Where in the record of a layer call its reply starts."""
+    return RECORD_ALIGN + align_up(max(body_bytes, LAYER_BODY_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,9 @@ class RingSpec:
             num_bulk_bytes=0,
         )
         # Small calls share the pool with large ones: each slot's worth of calls without rows fits beside them.
-        num_bulk_bytes = num_bulk_calls * sized.layer_map(max_rows, False, in_memory=in_memory).num_bytes
+        refusal_bytes = sized.layer_map(0, False, REFUSAL_BODY_BYTES).num_bytes
+        call_bytes = sized.layer_map(max_rows, False, in_memory=in_memory).num_bytes
+        num_bulk_bytes = num_bulk_calls * max(call_bytes, refusal_bytes)
         num_bulk_bytes += num_control_slots * sized.layer_map(0, False).num_bytes
         return replace(sized, num_bulk_bytes=num_bulk_bytes)
 
@@ -165,7 +172,7 @@ class RingSpec:
     ) -> LayerMap:
         """Where the parts of a layer call's record lie, relative to its start: the reply first, because its place must
         not depend on how many rows a record claims to have."""
-        at = reply_at = RECORD_ALIGN + align_up(max(body_bytes, LAYER_BODY_BYTES))
+        at = reply_at = layer_reply_at(body_bytes)
         at += self.layer_reply_bytes
         rows_in_record = 0 if in_memory else num_rows
         hidden_at = at

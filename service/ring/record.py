@@ -102,10 +102,10 @@ class Record:
         at = offset + layout.RECORD_ALIGN
         # Copied, so that nobody changes it between a check and its use.
         self._body = bytes(consumer.buf[at : at + body_bytes])
-        self._reply_at = at + (
-            layout.align_up(max(body_bytes, step_codec.LAYER_BODY_BYTES))
+        self._reply_at = (
+            offset + layout.layer_reply_at(body_bytes)
             if self.kind == codec.LAYER
-            else layout.CONTROL_BODY_BYTES
+            else at + layout.CONTROL_BODY_BYTES
         )
 
     def layer_head(self) -> step_codec.LayerHead:
@@ -128,9 +128,11 @@ class Record:
         """The rows of a caller's record. Raises InvalidArgumentError naming what is wrong with them."""
         consumer, flags, rows = self._consumer, self._flags, self.num_rows
         if head.refusal is not None:
-            raise InvalidArgumentError(
-                must_be("refusal of a layer call", "none: ranks refuse", head.refusal[0][:64])
-            )
+            self.num_rows = 0
+            if head.refusal[0] != InvalidArgumentError.code:
+                wanted = f"{InvalidArgumentError.code!r}, a caller's own"
+                raise InvalidArgumentError(must_be("code of a refusal", wanted, repr(head.refusal[0][:64])))
+            return
         if flags & ~(layout.FLAG_MXFP8 | layout.FLAG_IN_MEMORY):
             raise InvalidArgumentError(must_be("flags of a layer call", "below 4", flags))
         if rows > consumer.spec.max_rows:

@@ -11,6 +11,8 @@ FRONT_RING = 1
 """The front: one ForwardStep at a time, and Admin."""
 FIRST_COLOCATED_RING = 2
 """From here on: callers on this host, made when they ask."""
+MAX_CALLS_PER_RING = 64
+"""Layer calls in flight that such a caller may ask for."""
 
 
 def ring_specs(config: ServiceConfig) -> tuple[RingSpec, RingSpec]:

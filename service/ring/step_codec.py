@@ -22,6 +22,9 @@ PLACES = struct.Struct("<IIQQQ")
 """Behind LAYER_HEAD of a call whose rows lie in lent memory: memory of rows, of out; offset of rows, scales, out."""
 LAYER_BODY_BYTES = 128
 """Of a layer call without a refusal, which has room for more."""
+_MAX_CODE_BYTES = 32
+REFUSAL_BODY_BYTES = LAYER_HEAD.size + _MAX_CODE_BYTES + MAX_TEXT_BYTES
+"""The most of a layer call that is one."""
 _CLOSE = struct.Struct("<QQQI")  # lease, generation, step, micro-batch
 _INTENT = struct.Struct("<QQQIqBBBB8qdHHH")
 """lease, generation, step, micro-batch, rows, phase, has counts, number of counts, has a timeout, counts, timeout;

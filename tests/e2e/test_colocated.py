@@ -229,24 +229,111 @@ def test_a_refused_call_is_the_same_error_everywhere_and_the_step_goes_on(front:
         assert "layer_idx must be from 0 to 1, got 7" in first[1]
 
 
-def test_tensors_that_are_no_rows_are_refused_before_anything_is_sent(front: str) -> None:
-    def work(moe: MoeRank) -> None:
+def test_tensors_that_are_no_rows_are_refused_on_all_ranks(front: str) -> None:
+    """Only rank 1 gives them, and gives the call up: its mate hears why, and both go on with the next call."""
+
+    def work(moe: MoeRank) -> list[str]:
         x, ids, weights = rows(3, seed=0, shape=SHAPE)
+        said = []
         with moe.step(3) as step:
-            for wrong, said in (
-                ((x.float(), ids, weights), "hidden_states.dtype must be bfloat16, got float32"),
-                ((x[:, :32], ids, weights), r"hidden_states.shape must be \[3, 64\], got \[3, 32\]"),
-                ((x, ids.long(), weights), "topk_ids.dtype must be int32, got int64"),
-                ((x, ids, None), r"topk_weights must be \[3, 2\], got None"),
-                ((x, ids, weights.t().contiguous().t()), "topk_weights strides must be contiguous"),
-                (
-                    (x.repeat(400, 1), ids.repeat(400, 1), weights.repeat(400, 1)),
-                    "rows of a layer call must be at",
-                ),
-            ):
-                with pytest.raises(InvalidArgumentError, match=said):
-                    step.layer(0, *wrong)
-            step.layer(0, x, ids, weights)
+            for wrong in WRONG_ROWS:
+                given = wrong(x, ids, weights) if moe.rank else (x, ids, weights)
+                with pytest.raises(InvalidArgumentError) as refused:
+                    step.layer(0, *given)
+                said.append(str(refused.value))
+            with pytest.raises(InvalidArgumentError) as refused:
+                step.layer("0" if moe.rank else 0, x, ids, weights)  # type: ignore[arg-type]
+            said.append(str(refused.value))
+            step.layer(1, x, ids, weights)
+        return said
+
+    for way in ("ring", "grpc"):
+        first, second = both(front, way, work)
+        assert first == second, way
+        assert "layer_idx must be an integer, got '0'" in first.pop()
+        assert all(text.startswith("rank 1 refused: ") for text in first)
+        for text, wanted in zip(first, SAID_OF_WRONG_ROWS if way == "ring" else ()):
+            assert wanted in text
+
+
+WRONG_ROWS: list[Callable[..., tuple[object, ...]]] = [
+    lambda x, ids, weights: (x.float(), ids, weights),
+    lambda x, ids, weights: (x[:, :32], ids, weights),
+    lambda x, ids, weights: (x, ids.long(), weights),
+    lambda x, ids, weights: (x, ids, None),
+    lambda x, ids, weights: (x.repeat(400, 1), ids.repeat(400, 1), weights.repeat(400, 1)),
+    lambda x, ids, weights: ([[1.0]], ids, weights),
+]
+SAID_OF_WRONG_ROWS = (
+    "hidden_states.dtype must be bfloat16, got float32",
+    "hidden_states.shape must be [3, 64], got [3, 32]",
+    "topk_ids.dtype must be int32, got int64",
+    "topk_weights must be [3, 2], got None",
+    "rows of a layer call must be at most 1024",
+    "hidden_states must be a tensor [rows, 64], got list",
+)
+
+
+def _refusing(pipe: Connection, front: str, transport: str) -> None:
+    """A caller process of rank 0 whose first call has no rows of the right kind; it goes on with the next one."""
+    torch.set_num_threads(1)
+    with MoeRank.connect(front, rank=0, holder="refusing", transport=transport) as moe:
+        pipe.send("connected")
+        pipe.recv()
+        x, ids, weights = rows(2, seed=0, shape=SHAPE)
+        memory = moe.share(4096) if transport == "memory" else None
+        out = None if memory is None else memory.tensor(2048, (2, SHAPE.hidden), torch.bfloat16)
+        with moe.step(2) as step:
+            try:
+                step.layer(0, x.float(), ids, weights, out=out)
+            except InvalidArgumentError as error:
+                pipe.send(str(error))
+            there = x if memory is None else in_memory(memory, x, 0)
+            pipe.send(step.layer(0, there, ids, weights, out=out).hidden_states.clone())
+
+
+@pytest.mark.parametrize("transport", ["ring", "memory"])
+def test_a_process_that_gives_a_call_up_stays_in_step_with_its_mates(front: str, transport: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_refusing, args=(theirs, front, transport), daemon=True)
+    process.start()
+    with MoeRank.connect(front, rank=1, holder="refusing", transport="ring") as mate:
+        assert ours.poll(60)
+        ours.recv()
+        ours.send("go")
+        x, ids, weights = rows(2, seed=1, shape=SHAPE)
+        with mate.step(2) as step:
+            with pytest.raises(InvalidArgumentError) as refused:
+                step.layer(0, x, ids, weights)
+            good = step.layer(0, x, ids, weights).hidden_states
+    said = "rank 0 refused: hidden_states.dtype must be bfloat16, got float32"
+    assert str(refused.value) == said
+    assert ours.poll(10)
+    assert ours.recv() == said
+    assert ours.poll(10)
+    for rank, out in enumerate((ours.recv(), good)):
+        batch = MoeBatch.of(SHAPE, *rows(2, seed=rank, shape=SHAPE))
+        want = quantized_moe(batch, random_layer_weights(SHAPE, seed=0, layer_idx=0), SHAPE)
+        assert relative_l2(out, want) <= tolerance(1e-2, 2)
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_a_call_without_a_place_is_not_counted(front: str) -> None:
+    def work(moe: MoeRank) -> None:
+        x, ids, weights = rows(1, seed=0, shape=SHAPE)
+        started: list[StartedLayer] = []
+        while True:  # a step a call, of micro-batches in turn: none of them waits for a result
+            with moe.step(1, micro_batch_idx=len(started) % 2) as step:
+                try:
+                    started.append(step.start_layer(0, x, ids, weights))
+                except OverloadedError:
+                    break
+        outs = [call.result().hidden_states for call in started]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        with moe.step(1) as step:
+            assert torch.equal(step.layer(0, x, ids, weights).hidden_states, outs[0])
 
     assert both(front, "ring", work) == [None, None]
 
@@ -255,12 +342,21 @@ def test_what_no_call_can_be_is_refused_and_nothing_is_counted(front: str) -> No
     for wrong, said in (
         ({"rank": "0"}, "rank must be an integer, got '0'"),
         ({"num_calls": -1}, "num_calls must be from 0 to 2147483647, got -1"),
+        ({"num_calls": 65}, r"num_calls must be at most 64 \(max_calls_per_ring of the service\), got 65"),
+        ({"max_rows": 2**20}, r"max_rows must be at most 2048 \(max_step_rows of the service\)"),
         ({"max_rows": 2**33}, "max_rows must be from 0 to"),
         ({"spin_us": math.inf}, "spin_us must be a finite number of at least 0, got inf"),
     ):
         # Each with a holder of its own: nothing of it may hold the lease.
         options = {"rank": 0, "holder": f"wrong-{said}", **wrong}
         with pytest.raises(InvalidArgumentError, match=said), MoeRank.connect(front, **options):
+            pass
+
+    for address in ("", " ", None):
+        with (
+            pytest.raises(InvalidArgumentError, match="address of the front must be host:port, got "),
+            MoeRank.connect(address, rank=0, holder="nowhere"),  # type: ignore[arg-type]
+        ):
             pass
 
     def work(moe: MoeRank) -> StartedLayer:

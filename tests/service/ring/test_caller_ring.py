@@ -15,7 +15,7 @@ from megamoe import Deployment, MoeShape, Phase, PlanId, SharedMemory, share_mem
 from megamoe.errors import ERROR_BY_CODE, ConfigError, InvalidArgumentError, OverloadedError, PeerTimeoutError
 from megamoe.memory import HostMemory
 from service.messages import CloseRequest, DoneReply, ErrorReply, IntentRequest, LayerReply
-from service.ring import codec, layout
+from service.ring import codec, layout, step_codec
 from service.ring.bell import FIRST_RING_WRITER, Bell
 from service.ring.caller import RingCaller
 from service.ring.consumer import RingConsumer
@@ -296,7 +296,7 @@ def rewrite(ends: Ends, at: int, **change: int) -> None:
         ({"kind": 99}, "kind of a record must be one of"),
         ({"kind": codec.INTENT}, "place of a record must be in the pool of control messages"),
         ({"number": 4}, "number of a record must be"),
-        ({"body_bytes": 2**32 - 1}, "body of a record must be at most 128 bytes"),
+        ({"body_bytes": 2**32 - 1}, "body of a record must be at most 1080 bytes"),
     ],
 )
 def test_what_is_no_record_ends_the_ring_and_says_why(ends: Ends, change: dict[str, int], said: str) -> None:
@@ -371,6 +371,31 @@ def test_a_wrong_call_is_refused_and_the_ring_goes_on(ends: Ends, change: dict[s
     assert ends.caller.reply_of_call(at)[0] == codec.R_LAYER
 
 
+def test_what_a_caller_refuses_itself_is_answered_with_its_sentence(ends: Ends) -> None:
+    """However long it is; the record fits its place even where the ring's calls have one row."""
+    for text in ("rows must be good, got bad", "e" * 5000):
+        at = ends.caller.refuse_call(NAMES, 5, ErrorReply(code="invalid_argument", message=text))
+        (record,) = ends.rank.poll()
+        head = record.layer_head()
+        assert (head.lease_serial, head.plan_id, head.sequence) == (7, PLAN_ID, 5)
+        answer(record)
+        reply = codec.decode_reply(
+            *ends.caller.reply_of_call(at, step_codec.REFUSAL_BODY_BYTES), 2, torch.empty(0)
+        )
+        assert reply == ErrorReply(code="invalid_argument", message=text[: step_codec.MAX_TEXT_BYTES])
+        ends.caller.end_call(at)
+    ends.caller.refuse_call(NAMES, 5, ErrorReply(code="overloaded", message="no"))
+    (record,) = ends.rank.poll()
+    refusal = record.layer_head().refusal
+    assert refusal is not None
+    assert refusal[0] == "invalid_argument"
+    assert "code of a refusal must be 'invalid_argument'" in refusal[1]
+    answer(record)
+    smallest = RingSpec.of(DEPLOYMENT, max_rows=1, num_control_slots=1, num_bulk_calls=64, in_memory=True)
+    refusal_bytes = smallest.layer_map(0, False, step_codec.REFUSAL_BODY_BYTES).num_bytes
+    assert smallest.num_bulk_bytes >= 64 * refusal_bytes
+
+
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 FEW = st.integers(0, 200)
 
@@ -407,7 +432,10 @@ def test_any_bytes_get_a_typed_answer_or_end_the_ring(
     outside = bytes(ends.rank.buf[: SPEC.control_at][4096:])
     for record in ends.rank.poll():
         answer(record)
-        kind, raw = (ends.caller.reply_of_control if control else ends.caller.reply_of_call)(at)
+        if control:
+            kind, raw = ends.caller.reply_of_control(at)
+        else:
+            kind, raw = ends.caller.reply_of_call(at, header.get("body_bytes", 128))
         reply = codec.decode_reply(kind, raw, 2, torch.empty(0))
         if isinstance(reply, ErrorReply):
             assert reply.code in ERROR_BY_CODE
