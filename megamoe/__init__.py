@@ -18,7 +18,7 @@ from megamoe.backends import (
     selftest_device,
     share_memory,
 )
-from megamoe.batch import Counters, MoeBatch, MoeOutput, StageTimes, SubStepReport
+from megamoe.batch import Counters, HostIds, MoeBatch, MoeOutput, StageTimes, SubStepReport
 from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
 from megamoe.bundle import (
     Bundle,
@@ -70,6 +70,7 @@ __all__ = [
     "DeviceSelftest",
     "Finding",
     "HeapLayout",
+    "HostIds",
     "KernelWork",
     "LayerWeights",
     "MEMORY_ALIGN",

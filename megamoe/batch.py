@@ -87,23 +87,7 @@ class MoeBatch:
             (torch.float32,),
             device,
         )
-        _check_ids(topk_ids, shape)
-        return cls(hidden_states, topk_ids, topk_weights, hidden_states_sf)
-
-    @classmethod
-    def of_views(
-        cls,
-        shape: MoeShape,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        hidden_states_sf: torch.Tensor | None = None,
-    ) -> MoeBatch:
-        """`of` for tensors that the caller of this made with the right dtypes and sizes: what is left are the ids.
-
-        Raises InvalidArgumentError naming the token and the slot of a bad one.
-        """
-        _check_ids(topk_ids, shape)
+        HostIds(topk_ids).check(shape)
         return cls(hidden_states, topk_ids, topk_weights, hidden_states_sf)
 
     @classmethod
@@ -161,26 +145,40 @@ def _check(
         raise InvalidArgumentError(must_be(f"{name} strides", "contiguous", list(tensor.stride())))
 
 
-def _check_ids(topk_ids: torch.Tensor, shape: MoeShape) -> None:
-    """Ids outside [-1, num_experts) are refused with the first bad token and slot (host tensors only).
+class HostIds:
+    """topk_ids of one place, to be checked again whenever it is written anew.
 
-    Device tensors are not read here, since that would synchronise; the kernels treat such ids as -1 and the
-    service checks ids before they go to a device.
+    Device tensors are not read, since that would synchronise; the kernels treat bad ids as -1 and the service checks
+    ids before they go to a device.
     """
-    if topk_ids.device.type != "cpu" or topk_ids.numel() == 0:
-        return
-    # One pass over small tensors counts at 61 layers a step: as unsigned numbers, all of [-1, num_experts) plus 1.
-    if (topk_ids.numpy().view(np.uint32) + np.uint32(1)).max() <= shape.num_experts:
-        return
-    bad = ((topk_ids < NO_EXPERT) | (topk_ids >= shape.num_experts)).nonzero()[0]
-    token, slot = int(bad[0]), int(bad[1])
-    raise InvalidArgumentError(
-        must_be(
-            f"topk_ids[{token}][{slot}] (token {token}, slot {slot})",
-            f"-1 or an expert id below {shape.num_experts}",
-            int(topk_ids[token, slot]),
+
+    __slots__ = ("_ids", "_plain")
+
+    def __init__(self, topk_ids: torch.Tensor) -> None:
+        """topk_ids: [n, num_topk] int32, contiguous."""
+        self._ids = topk_ids
+        readable = topk_ids.is_cpu and topk_ids.numel()
+        self._plain = topk_ids.numpy().view(np.uint32).reshape(-1) if readable else None
+
+    def check(self, shape: MoeShape) -> None:
+        """Raise InvalidArgumentError naming the first token and slot outside [-1, num_experts)."""
+        # One pass over small tensors counts at 61 layers a step: as unsigned numbers, all of [-1, num_experts) plus 1.
+        if self._plain is None or _largest(self._plain + _ONE) <= shape.num_experts:
+            return
+        ids = self._ids
+        bad = ((ids < NO_EXPERT) | (ids >= shape.num_experts)).nonzero()[0]
+        token, slot = int(bad[0]), int(bad[1])
+        raise InvalidArgumentError(
+            must_be(
+                f"topk_ids[{token}][{slot}] (token {token}, slot {slot})",
+                f"-1 or an expert id below {shape.num_experts}",
+                int(ids[token, slot]),
+            )
         )
-    )
+
+
+_ONE = np.uint32(1)
+_largest = np.maximum.reduce
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,12 +241,14 @@ class Word:
 
     def load(self) -> int:
         value = self._view[0]
-        fence()
+        if not _STRONG_ORDER:
+            fence()
         return value
 
     def store(self, value: int) -> None:
         """Publish: everything stored before is visible to who sees this value."""
-        fence()
+        if not _STRONG_ORDER:
+            fence()
         self._view[0] = value & _MASK
 
     def wake_all(self) -> None:

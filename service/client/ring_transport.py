@@ -120,12 +120,12 @@ class RingTransport:
         ):
             wanted = f"a tensor [rows, {self._hidden}]"
             raise InvalidArgumentError(must_be("hidden_states", wanted, type(hidden_states).__name__))
-        if hidden_states is None or not len(hidden_states):
+        if hidden_states is None or not hidden_states.shape[0]:
             flags = layout.FLAG_IN_MEMORY if self._in_memory else 0
             at = ring.start_call(names, layer_idx, take_sequence(), 0, _NO_POINTERS, flags=flags)
             nothing = torch.empty((0, self._hidden), dtype=_BF16) if out is None else out
             return RingCall(self, at, 0, flags, nothing, wait_s)
-        rows, hidden = len(hidden_states), self._hidden
+        rows, hidden = hidden_states.shape[0], self._hidden
         if scales is None:
             flags, row_bytes = 0, 2 * hidden
             _check("hidden_states", hidden_states, rows, hidden, (_BF16,))

@@ -9,7 +9,6 @@ Nothing here waits: between ranks that are called, the runtime's own flags do.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from megamoe.errors import StaleCallError
 from service.board.board import Board
 from service.board.layout import ERROR_BYTES, ORDER_BYTES, ORDER_SLOTS, order_at, pack_error, unpack_error
 from service.messages import ErrorReply
+from service.ring.step_codec import plan_id_of
 
 _SLOT = struct.Struct("<QIIQQIq")  # sequence, state, refusing ranks, lease, step, micro-batch, layer
 _ERROR_AT = 64
@@ -45,8 +45,7 @@ class SlotState(IntEnum):
 _CLAIMED = int(SlotState.CLAIMED)
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """What the board knows of one sequence. error: why it was given up."""
 
     sequence: int
@@ -70,7 +69,7 @@ class CallOrder:
         held, state, refusing, serial, step_id, micro_batch_idx, layer_idx = _SLOT.unpack_from(buf, at)
         if held != sequence or state == SlotState.FREE:
             return None
-        call = CallId(serial, PlanId(self._board.generation, step_id, micro_batch_idx), layer_idx)
+        call = CallId(serial, plan_id_of(self._board.generation, step_id, micro_batch_idx), layer_idx)
         error = unpack_error(buf, at + _ERROR_AT) if state == SlotState.GIVEN_UP else None
         return Slot(sequence, SlotState(state), call, refusing, error)
 

@@ -130,7 +130,7 @@ class RankState:
         if version != self._version or now >= self._deadline:
             self._version = version
             self.plans.advance(now)
-        self._deadline = self.plans.next_deadline(now)
+            self._deadline = self.plans.next_deadline(now)
 
     def next_work(self) -> Work | None:
         """What the device thread executes next, if its turn has come."""
@@ -214,6 +214,7 @@ class RankState:
                 )
 
     def _control(self, record: Record, request: Request, now: float) -> None:
+        self._deadline = 0.0  # plans move on in the turn that takes it
         match request:
             case IntentRequest():
                 self.plans.take_intent(request, lambda reply: self.answer(record, reply), now)

@@ -115,9 +115,8 @@ def encode_reply(reply: Reply) -> tuple[int, bytes]:
     """(kind, body) of any reply; of a LayerReply without its rows."""
     match reply:
         case LayerReply():
-            parts = [LAYER_REPLY_HEAD.pack(reply.queue_us, reply.total_us, len(reply.sub_steps))]
-            parts += [_pack_report(report) for report in reply.sub_steps]
-            return R_LAYER, b"".join(parts)
+            head = LAYER_REPLY_HEAD.pack(reply.queue_us, reply.total_us, len(reply.sub_steps))
+            return R_LAYER, b"".join((head, *map(_pack_report, reply.sub_steps)))
         case PlanReply():
             return R_PLAN, _json(reply)
         case LeaseReply():

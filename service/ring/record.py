@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megamoe import MX_BLOCK, MoeBatch, MoeShape, SharedSegment
+from megamoe import MX_BLOCK, HostIds, MoeBatch, MoeShape, SharedSegment
 from megamoe.errors import InvalidArgumentError, must_be
 from service.messages import ErrorReply, LayerReply, Reply, Request
 from service.ring import codec, layout, step_codec
@@ -19,6 +19,9 @@ from service.ring.lent import LentMemory
 
 if TYPE_CHECKING:
     from service.ring.consumer import RingConsumer
+
+
+_memmove = ctypes.memmove
 
 
 class TypedViews:
@@ -37,7 +40,7 @@ class TypedViews:
 class CallViews:
     """The tensors of one place in the ring. rows: None where they lie in lent memory, as do scales and out."""
 
-    __slots__ = ("_copy", "ids", "out", "own_ids", "rows", "sf", "weights")
+    __slots__ = ("_batch", "_copy", "_host_ids", "ids", "out", "own_ids", "rows", "sf", "weights")
 
     def __init__(
         self,
@@ -49,11 +52,13 @@ class CallViews:
         flags: int,
         own_ids: torch.Tensor | None,
     ) -> None:
-        """own_ids: [rows, num_topk] int32 of this process alone, for `copy_ids`."""
+        """own_ids: [rows, num_topk] int32 of this process alone, for `checked`."""
         view, mxfp8 = views.at, bool(flags & layout.FLAG_MXFP8)
         self.ids = view(start + where.ids_at, rows, spec.num_topk, torch.int32)
         self.weights = view(start + where.weights_at, rows, spec.num_topk, torch.float32)
         self.own_ids = torch.empty_like(self.ids) if own_ids is None else own_ids
+        self._host_ids = HostIds(self.own_ids)
+        self._batch: MoeBatch | None = None
         self._copy = self.own_ids.data_ptr(), self.ids.data_ptr(), 4 * rows * spec.num_topk
         self.rows: torch.Tensor | None = None
         self.sf: torch.Tensor | None = None
@@ -65,10 +70,18 @@ class CallViews:
             if mxfp8:
                 self.sf = view(start + where.sf_at, rows, spec.hidden // MX_BLOCK, torch.uint8)
 
-    def copy_ids(self) -> torch.Tensor:
-        """The ids as they are now, where no other process can change them. Holds until the place's next record."""
-        ctypes.memmove(*self._copy)
-        return self.own_ids
+    def checked(self, shape: MoeShape, x: torch.Tensor, sf: torch.Tensor | None) -> MoeBatch:
+        """The batch of a caller's rows with the ids as they are now. Holds until the place's next record.
+
+        Raises InvalidArgumentError for ids that are none. They are copied to where no other process can change them
+        before they are checked.
+        """
+        _memmove(*self._copy)
+        self._host_ids.check(shape)
+        batch = self._batch
+        if batch is None or batch.hidden_states is not x or batch.hidden_states_sf is not sf:
+            batch = self._batch = MoeBatch(x, self.own_ids, self.weights, sf)
+        return batch
 
 
 class Record:
@@ -152,8 +165,7 @@ class Record:
             x, sf, self._out, self._in_use = consumer.lent.rows(
                 head.places, head.lease_serial, rows, shape.hidden, mxfp8
             )
-        # The ids are copied before they are checked: the caller could change them afterwards.
-        self._batch = MoeBatch.of_views(shape, x, views.copy_ids(), views.weights, sf)
+        self._batch = views.checked(shape, x, sf)
 
     def request(self) -> Request:
         """A control message. Raises InvalidArgumentError for one that is none."""
@@ -192,8 +204,9 @@ class Record:
             limit = consumer.spec.layer_reply_bytes
             if isinstance(reply, LayerReply) and self.num_rows:
                 out = self.out()
-                if reply.hidden_states.data_ptr() != out.data_ptr():
-                    out.copy_(reply.hidden_states)
+                given = reply.hidden_states
+                if given is not out and given.data_ptr() != out.data_ptr():
+                    out.copy_(given)
         kind, body = codec.encode_reply(reply)
         if len(body) > limit:
             too_long = f"reply of {len(body)} bytes does not fit {limit}: this is a bug"

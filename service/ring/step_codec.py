@@ -7,6 +7,7 @@ that do not fit their field with an InvalidArgumentError that names it. codec.py
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 from megamoe import Phase, PlanId
 from megamoe.errors import InvalidArgumentError, must_be
@@ -39,6 +40,10 @@ def cut_text(text: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """UTF-8 of text, cut to max_bytes at a character."""
     raw = text.encode()
     return raw if len(raw) <= max_bytes else raw[:max_bytes].decode(errors="ignore").encode()
+
+
+plan_id_of = lru_cache(maxsize=64)(PlanId)
+"""PlanId(...), made once: all layer calls of a step name the same."""
 
 
 class LayerHead:
@@ -98,7 +103,7 @@ def decode_layer(body: Buffer, *, in_memory: bool = False) -> LayerHead:
         refusal = _text(body, LAYER_HEAD.size, code_len), _text(body, LAYER_HEAD.size + code_len, text_len)
     elif in_memory:
         places = PLACES.unpack_from(body, LAYER_HEAD.size)
-    return LayerHead(lease, PlanId(generation, step_id, micro_batch), layer, sequence, refusal, places)
+    return LayerHead(lease, plan_id_of(generation, step_id, micro_batch), layer, sequence, refusal, places)
 
 
 def _text(body: Buffer, at: int, num_bytes: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.backends.hopper import driver, memory
+from megamoe.backends.hopper import driver, memory, pinned
 from megamoe.errors import ConfigError, HeapError, InternalError, InvalidArgumentError
 from megamoe.memory import HostMemory, MemoryHandle, MemoryKind
 
@@ -226,6 +226,18 @@ def test_memory_knows_its_addresses_and_whether_its_owners_gpu_has_come(played: 
     assert not opened.holds(start + 256)
 
 
+def test_an_idle_stream_has_nothing_to_publish(played: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    played.allocate(b"a", 4096)
+    opened = memory.DeviceMemory.open(handle_of(b"a"), GPU)
+    marked: list[object] = []
+    monkeypatch.setattr(opened, "_published", SimpleNamespace(record=marked.append))
+    for idle in (True, False):
+        stream = SimpleNamespace(query=lambda idle=idle: idle)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        opened.publish()
+        assert marked == ([] if idle else [stream])
+
+
 def test_only_device_memory_is_lent() -> None:
     with pytest.raises(InvalidArgumentError, match="lent tensor must be contiguous and on a GPU"):
         memory.export_tensor(torch.zeros(4))
@@ -258,13 +270,18 @@ def test_shared_memory_of_the_host_is_pinned_while_it_is_open(
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     theirs = HostMemory.share(8192)
-    opened = memory.PinnedMemory(HostMemory.open(theirs.handle), GPU)
+    pins = pinned.Pins()
+    opened = pinned.PinnedMemory(HostMemory.open(theirs.handle), GPU, pins)
     assert list(cudart.pinned.values()) == [8192]
     theirs.tensor(64, (3,), torch.int32).copy_(torch.tensor([1, 2, 3]))
     assert opened.tensor(64, (3,), torch.int32).tolist() == [1, 2, 3]
+    view = opened.tensor(64, (3,), torch.int32)
+    assert pins.hold(view)
+    assert not pins.hold(theirs.tensor(64, (3,), torch.int32)), "another mapping is not pinned"
     opened.close()
     opened.close()
     assert cudart.pinned == {}
+    assert not pins.hold(view), "other memory may come to lie there"
     theirs.close()
 
 
@@ -273,8 +290,8 @@ def test_memory_that_cannot_be_pinned_is_refused_with_its_size(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(refused=4096))
     with pytest.raises(HeapError, match="4096 bytes of host memory must be possible to pin, got error 2"):
-        memory.Pin(torch.zeros(4096, dtype=torch.uint8), GPU)
+        pinned.Pin(torch.zeros(4096, dtype=torch.uint8), GPU, pinned.Pins())
     theirs = HostMemory.share(4096)
     with pytest.raises(HeapError):
-        memory.PinnedMemory(HostMemory.open(theirs.handle), GPU)
+        pinned.PinnedMemory(HostMemory.open(theirs.handle), GPU, pinned.Pins())
     theirs.close()

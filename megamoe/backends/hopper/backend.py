@@ -18,8 +18,9 @@ from megamoe.backends.hopper.call import STAGES
 from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Device, Kernels
-from megamoe.backends.hopper.memory import DeviceMemory, Pin, PinnedMemory
+from megamoe.backends.hopper.memory import DeviceMemory
 from megamoe.backends.hopper.packing import pack_w2, pack_w13
+from megamoe.backends.hopper.pinned import Pin, PinnedMemory
 from megamoe.backends.hopper.plan import devices_of_ranks
 from megamoe.backends.hopper.served import check_served, gemm_plan, gemm_plans, reach_peers
 from megamoe.backends.hopper.staging import Staging
@@ -163,10 +164,10 @@ class HopperBackend:
             lent = [memory for memory in self._sub_steps.lent if not memory.is_closed]
             self._sub_steps.lent = [*lent, opened]
             return opened
-        return PinnedMemory(HostMemory.open(handle), self.device)
+        return PinnedMemory(HostMemory.open(handle), self.device, self.staging.pins)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        pin = Pin(memory, self.device)
+        pin = Pin(memory, self.device, self.staging.pins)
         self._pins.add(pin)
 
         def undo() -> None:

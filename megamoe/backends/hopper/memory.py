@@ -13,7 +13,7 @@ import torch
 
 from megamoe.backends.hopper import driver
 from megamoe.errors import ConfigError, HeapError, InvalidArgumentError, must_be
-from megamoe.memory import HostMemory, MemoryHandle, MemoryKind, check_view
+from megamoe.memory import MemoryHandle, MemoryKind, check_view
 
 _lock = threading.Lock()
 _lent: set[bytes] = set()
@@ -163,8 +163,13 @@ class DeviceMemory:
         return view
 
     def publish(self) -> None:
-        """As SharedMemory says: a mark in the stream, which the rank looks at."""
-        self._published.record(torch.cuda.current_stream(self._memory.device.index))
+        """As SharedMemory says: a mark in the stream, which the rank looks at.
+
+        None where the stream has nothing left to do, for then earlier marks have come too.
+        """
+        stream = torch.cuda.current_stream(self._memory.device.index)
+        if not stream.query():
+            self._published.record(stream)
 
     def holds(self, address: int) -> bool:
         return address in self._addresses
@@ -182,55 +187,6 @@ class DeviceMemory:
         self._addresses = range(0)
         if self._allocation is not None:
             self._allocation.close()
-
-
-class PinnedMemory:
-    """Shared memory of a caller on the host, registered so that kernels reach it. Implements OpenMemory."""
-
-    def __init__(self, memory: HostMemory, device: torch.device) -> None:
-        """Raises HeapError, and closes the memory, when the driver cannot pin it."""
-        self._memory = memory
-        self._pin: Pin | None = None
-        try:
-            self._pin = Pin(memory.tensor(0, (memory.num_bytes,), torch.uint8), device)
-        except BaseException:
-            memory.close()
-            raise
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.num_bytes
-
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self._memory.tensor(offset, shape, dtype)
-
-    def close(self) -> None:
-        if self._pin is not None:
-            self._pin.close()
-        self._memory.close()
-
-
-class Pin:
-    """Host memory that a GPU reaches at its own address, until `close`. From any thread."""
-
-    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        """memory: contiguous, on the host. Raises HeapError when the driver cannot pin it."""
-        self._memory: torch.Tensor | None = None
-        # A thread that never used CUDA would begin a context on the first GPU.
-        self._context = driver.context_of(device.index)
-        with self._context:
-            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        if code:
-            got = f"error {code} of cudaHostRegister"
-            raise HeapError(must_be(f"{memory.nbytes} bytes of host memory", "possible to pin", got))
-        self._memory = memory
-
-    def close(self) -> None:
-        """Safe to call twice. No kernel may use the memory any more."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            with self._context:
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class _Interface:

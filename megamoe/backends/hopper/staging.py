@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megamoe.backends.hopper.buffers import Addresses
+from megamoe.backends.hopper.pinned import Pins
 from megamoe.backends.hopper.stream import RankStream
 from megamoe.batch import MoeBatch
 from megamoe.shape import MX_BLOCK, MoeShape
@@ -57,16 +58,12 @@ def in_place(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def reachable(tensor: torch.Tensor) -> bool:
-    """Whether they can where it lies on the host."""
-    return tensor.data_ptr() % ALIGNMENT == 0 and tensor.is_pinned()
-
-
 class Staging:
     """Buffers for up to `capacity` rows of one rank."""
 
     def __init__(self, shape: MoeShape, capacity: int, device: torch.device, stream: RankStream) -> None:
         self._stream = stream
+        self.pins = Pins()
         self.in_place_bytes = IN_PLACE_BYTES
         columns = {
             "hidden": (shape.hidden, torch.bfloat16),
@@ -122,9 +119,13 @@ class Staging:
             return self._copied(name, tensor), 0
         return self._dev[name].data_ptr(), self._pinned(name, tensor)
 
+    def _reachable(self, tensor: torch.Tensor) -> bool:
+        """Whether kernels can read or write a tensor where it lies on the host."""
+        return tensor.data_ptr() % ALIGNMENT == 0 and (self.pins.hold(tensor) or tensor.is_pinned())
+
     def _pinned(self, name: str, tensor: torch.Tensor) -> int:
         """Address of a host tensor itself if it is pinned, or of its copy in the twin."""
-        if reachable(tensor):
+        if self._reachable(tensor):
             return tensor.data_ptr()
         twin = self._host[name]
         if tensor.nbytes <= _SMALL_BYTES and tensor.is_contiguous():
@@ -137,7 +138,7 @@ class Staging:
         """Where kernels write the result of a call, and how it comes to `out`."""
         if in_place(out):
             return Outgoing(out, out, out)
-        landed = out if out.is_cuda or reachable(out) else self._host["out"][: len(out)]
+        landed = out if out.is_cuda or self._reachable(out) else self._host["out"][: len(out)]
         if not out.is_cuda and out.nbytes <= self.in_place_bytes:
             return Outgoing(landed, landed, out)
         return Outgoing(self._dev["out"][: len(out)], landed, out)
