@@ -219,7 +219,7 @@ class Runtime:
         stop = start if refused else min(start + sub_step.num_rows_per_rank[self.rank], batch.num_rows)
         backend = self.backend
         try:
-            whole = start == 0 and stop == len(out)
+            whole = start == 0 and stop == out.shape[0]
             backend.begin(launch, batch.rows(start, stop), out if whole else out[start:stop])
             for stage in backend.stages(sub_step.path):
                 backend.launch(stage)

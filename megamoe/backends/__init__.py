@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path as FilePath
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,8 +33,7 @@ _SHARED_BY = {MemoryKind.CUDA_IPC: "hopper"}
 """Whose `share_memory(num_bytes, device)`, beside its `open_backend`, lends memory of a kind that needs a device."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """Everything agreed about one sub-step that a backend needs, the same on all ranks except refused/deadline.
 
     slot_idx: protocol slot (layer). epoch: 32-bit generation of this launch, compared for equality only.
