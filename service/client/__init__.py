@@ -15,7 +15,8 @@ from service.client.errors import RemoteError
 from service.client.front import AsyncFront, forward_step
 from service.client.group import AsyncMoeGroup, AsyncStep
 from service.client.info import Limits, ServiceInfo
-from service.client.rank import MoeRank, RankOutput, RankStep, StartedLayer
+from service.client.rank import MoeRank
+from service.client.rank_step import RankOutput, RankStep, StartedLayer
 from service.client.values import GroupOutput, Rows
 
 __all__ = [

@@ -39,7 +39,7 @@ from megamoe.mx import quantize_mxfp8
 from megamoe.reference import quantized_moe, relative_l2, tolerance
 from service.cli.bench_calls import Settings, print_bench_calls
 from service.client import Front, MoeGroup, MoeRank
-from service.client.rank import StartedLayer
+from service.client.rank_step import StartedLayer
 from service.pb import moe_pb2 as pb
 from service.ring import layout
 from tests.e2e.harness import ROOT, ServiceProcess, gone, rows, running
