@@ -8,14 +8,11 @@ rings like any other. Refuses more rings than the setting, and what its runtime 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Protocol
 
-from megamoe import Deployment, MemoryHandle, MemoryKind, OpenMemory
+from megamoe import Deployment, MemoryHandle
 from megamoe.errors import InvalidArgumentError, OverloadedError, PeerTimeoutError, UnavailableError, must_be
 from service.messages import (
     ColocatedRequest,
@@ -27,6 +24,7 @@ from service.messages import (
     RingReply,
     UnregisterMemoryRequest,
 )
+from service.rank.loop_door import LoopDoor
 from service.ring.bell import FIRST_RING_WRITER, NUM_RING_WRITERS
 from service.ring.consumer import RingConsumer, ring_name
 from service.ring.layout import RingSpec
@@ -36,37 +34,12 @@ from service.ring.specs import FIRST_COLOCATED_RING, MAX_CALLS_PER_RING
 MAX_MEMORIES_PER_CALLER = 64
 
 
-class Loop(Protocol):
-    """What is needed of the step loop; everything may be called from any thread."""
-
-    def check_lease(self, serial: int) -> None:
-        """Raises StaleCallError unless the lease is in force."""
-
-    def attach(self, ring: RingConsumer) -> None:
-        """Read this ring too."""
-
-    def retire(self, ring: RingConsumer, on_closed: Callable[[], None]) -> None:
-        """Take what it still holds, read it no more, and close it when all that is answered."""
-
-    def with_lock(self) -> contextlib.AbstractContextManager[object]:
-        """Hold the state still."""
-
-    def pin(self, ring: RingConsumer) -> None:
-        """Let the device reach the ring's memory. On the thread that owns the runtime."""
-
-    def on_device(self, job: Callable[[], None]) -> Future[None]:
-        """Run it on the thread that owns the runtime, between two layer calls; UnavailableError if that has ended."""
-
-    def close_memory(self, memory: OpenMemory, done: Future[None]) -> None:
-        """Close it there, then set `done`. Under the lock."""
-
-
 class Colocated:
     """All co-located callers of one rank. bell: (segment, offset of the page, offset in it) of the rank's words."""
 
     def __init__(
         self,
-        loop: Loop,
+        loop: LoopDoor,
         deployment: Deployment,
         *,
         group_name: str,
@@ -74,13 +47,9 @@ class Colocated:
         bell: tuple[str, int, int],
         max_rings: int,
         num_control_slots: int,
-        memory_kinds: tuple[MemoryKind, ...],
-        open_memory: Callable[[MemoryHandle], OpenMemory],
         timeout_s: float,
     ) -> None:
         self.loop = loop
-        self.memory_kinds = memory_kinds
-        self.open_memory = open_memory
         self.timeout_s = timeout_s
         self._deployment = deployment
         self._group_name = group_name
@@ -133,7 +102,7 @@ class Colocated:
             bell_page=page,
             bell_offset=offset,
             writer_id=FIRST_RING_WRITER + ring_idx,
-            memory_kinds=tuple(map(str, self.memory_kinds)),
+            memory_kinds=tuple(map(str, self.loop.memory_kinds)),
         )
         return idx, ring, reply
 
@@ -232,7 +201,7 @@ class Caller:
         closed: Future[None] = Future()
 
         def open_and_put() -> None:
-            opened = self._home.open_memory(handle)
+            opened = loop.open_memory(handle)
             with loop.with_lock():
                 try:
                     if self._is_closed:

@@ -173,7 +173,7 @@ class RankProcess:
         )
         loop = StepLoop(board, rank, runtime, rings, settings=settings, observer=metrics)
         for ring in rings:
-            loop.pin(ring)
+            loop.door.pin(ring)
         opened.callback(loop.stop, _EXIT_GRACE_S)
         metrics.watch(
             {
@@ -247,15 +247,13 @@ class RankProcess:
         """The rings that callers on this host may ask for."""
         config, group_name, rank = self.config, self.spec.group_name, self.spec.rank
         return Colocated(
-            loop,
+            loop.door,
             config.deployment,
             group_name=group_name,
             rank=rank,
             bell=(board_name(group_name), RANKS_AT, rank_at(rank) - RANKS_AT),
             max_rings=config.max_colocated_rings,
             num_control_slots=config.ring_slots,
-            memory_kinds=loop.memory_kinds,
-            open_memory=loop.open_memory,
             timeout_s=config.step_timeout_s,
         )
 

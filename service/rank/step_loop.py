@@ -9,31 +9,20 @@ What the rank knows is a RankState; a bug here brings the group down, loudly.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
-from megamoe import (
-    Bundle,
-    MemoryHandle,
-    MemoryKind,
-    MoeBatch,
-    MoeOutput,
-    OpenMemory,
-    PathPolicy,
-    StepPlan,
-)
-from megamoe.errors import HeapError, MegaMoeError, UnavailableError
+from megamoe import MoeOutput, PathPolicy
+from megamoe.errors import MegaMoeError
 from service.board.board import Board
 from service.messages import ErrorReply
 from service.rank.call_state import Work
+from service.rank.loop_door import LoopDoor
+from service.rank.runtime_like import RuntimeLike
 from service.rank.state import LoopSettings, Observer, RankState
 from service.ring.consumer import RingConsumer
 
@@ -43,44 +32,8 @@ log = logging.getLogger(__name__)
 
 STAND_IN_S = 0.25
 """How long the stand-in sleeps when nothing rings: the latest moment at which a plan times out during a layer call."""
-
-
 _SPINS_PER_LOOK = 16
 """Looks at the doorbell between two at the clock."""
-
-
-class RuntimeLike(Protocol):
-    """What the loop needs of megamoe.Runtime."""
-
-    @property
-    def bundle(self) -> Bundle: ...
-
-    @property
-    def policy(self) -> PathPolicy: ...
-
-    @property
-    def next_sequence(self) -> int: ...
-
-    @property
-    def memory_kinds(self) -> tuple[MemoryKind, ...]: ...
-
-    def open_memory(self, handle: MemoryHandle) -> OpenMemory: ...
-
-    def pin(self, memory: torch.Tensor) -> Callable[[], None]: ...
-
-    def stage_policy(self, policy: PathPolicy) -> None: ...
-
-    def forward(
-        self,
-        batch: MoeBatch | None,
-        plan: StepPlan,
-        layer_idx: int,
-        *,
-        sequence: int,
-        refusal: bool = False,
-        timeout_s: float,
-        out: torch.Tensor | None = None,
-    ) -> MoeOutput: ...
 
 
 class StepLoop:
@@ -115,6 +68,7 @@ class StepLoop:
         self._doorbell = board.segment.word(doorbell_at)
         self._control = board.segment.word(control_at)
         self._bell = board.bell(rank)
+        self.door = LoopDoor(rank, runtime, self.state, self._lock, self._bell)
         self._stopping = False
         self._spin_s = settings.spin_s if settings is not None else 0.0
         self._in_forward = False
@@ -179,71 +133,6 @@ class StepLoop:
         """Layer calls that wait for their turn."""
         return max(len(self.state.calls) - int(self._in_forward), 0)
 
-    # ------------------------------------------------------------------------------ co-located callers
-
-    @property
-    def memory_kinds(self) -> tuple[MemoryKind, ...]:
-        """Kinds of memory that callers may lend."""
-        return self._runtime.memory_kinds
-
-    def open_memory(self, handle: MemoryHandle) -> OpenMemory:
-        """See Runtime.open_memory. On the thread that owns the runtime."""
-        return self._runtime.open_memory(handle)
-
-    def pin(self, ring: RingConsumer) -> None:
-        """Let the device reach the rows of a ring where they lie, until it is closed. On the runtime's thread."""
-        with contextlib.ExitStack() as pinned:
-            try:
-                for memory in ring.memories:
-                    pinned.callback(self._runtime.pin(memory))
-            except HeapError as error:
-                text = "rank %d: rows of a ring are copied on their way to the device: %s"
-                log.warning(text, self.rank, error)
-                return
-            ring.on_close = pinned.pop_all().close
-
-    def with_lock(self) -> threading.Lock:
-        """Hold the state still: for a few microseconds."""
-        return self._lock
-
-    def check_lease(self, serial: int) -> None:
-        """Raise StaleCallError unless the lease is in force; its holder was heard of."""
-        with self._lock:
-            self.state.plans.check_lease(serial, time.monotonic())
-
-    def attach(self, ring: RingConsumer) -> None:
-        """Read this ring too. Under the lock."""
-        self.state.attach(ring)
-
-    def retire(self, ring: RingConsumer, on_closed: Callable[[], None]) -> None:
-        """Finish what this ring's caller announced, then close it."""
-        with self._lock:
-            self.state.retire(ring, on_closed)
-        self._bell(True)
-
-    def on_device(self, job: Callable[[], None]) -> Future[None]:
-        """Run a job on the thread that owns the runtime, between two layer calls."""
-        done: Future[None] = Future()
-        with self._lock:
-            if self._stopping:
-                done.set_exception(UnavailableError(f"rank {self.rank} stops"))
-            else:
-                self.state.jobs.append(partial(_run, job, done))
-        self._bell(True)
-        return done
-
-    def close_memory(self, memory: OpenMemory, done: Future[None]) -> None:
-        """Close it on the thread that owns the runtime. Under the lock."""
-        self.state.jobs.append(partial(_run, memory.close, done))
-        self._bell(True)
-
-    def _run_jobs(self) -> None:
-        """Not under the lock: opening memory can take long, and jobs take the lock themselves."""
-        with self._lock:
-            jobs, self.state.jobs = self.state.jobs, []
-        for job in jobs:
-            job()
-
     # ------------------------------------------------------------------------------ the device thread
 
     def _fail(self, error: BaseException) -> None:
@@ -260,9 +149,10 @@ class StepLoop:
     def _end(self, error: ErrorReply) -> None:
         self._stopping = True
         with self._lock:
+            self.door.shut()
             self.state.go_down(error)
             self.state.turn()  # what came in between is answered too
-        self._run_jobs()
+        self.door.run_jobs()
 
     def _turn(self) -> None:
         seen = self._doorbell.load()
@@ -274,7 +164,7 @@ class StepLoop:
             idle_s = self.state.idle_s() if work is None else 0.0
             has_jobs = bool(self.state.jobs)
         if has_jobs:
-            self._run_jobs()
+            self.door.run_jobs()
         if work is None:
             self._sleep(seen, idle_s)
             return
@@ -354,15 +244,3 @@ class StepLoop:
                     self._fail(error)
                     return
             self._control.wait_while(seen, STAND_IN_S)
-
-
-def _run(job: Callable[[], None], done: Future[None]) -> None:
-    """A job whose outcome is `done`'s; whoever waited for it may have given up."""
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        job()
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)

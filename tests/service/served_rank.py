@@ -43,7 +43,9 @@ class ServedRank:
 
 
 class NoLoop:
-    """The step loop of a rank that opens no rings."""
+    """The door to the step loop of a rank that opens no rings."""
+
+    memory_kinds = ()
 
     def check_lease(self, serial: int) -> None:
         pass
@@ -62,8 +64,6 @@ def no_rings() -> Colocated:
         bell=("megamoe-none", 0, 0),
         max_rings=0,
         num_control_slots=8,
-        memory_kinds=(),
-        open_memory=lambda handle: pytest.fail(f"opened {handle}"),
         timeout_s=STEP_TIMEOUT_S,
     )
 
