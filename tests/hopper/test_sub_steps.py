@@ -22,7 +22,7 @@ from megamoe.backends.hopper.lockstep import IDENTITY, Lockstep
 from megamoe.backends.hopper.record import FIRST_STATUS, Word
 from megamoe.backends.hopper.staging import Staging
 from megamoe.backends.hopper.sub_steps import SubSteps
-from megamoe.errors import InternalError, PeerRefusedError, PeerTimeoutError
+from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError
 from megamoe.reference import identity_moe
 from megamoe.routing import route_rank
 
@@ -232,6 +232,28 @@ def test_peers_hear_of_an_error_of_this_rank_with_the_epoch_of_the_launch() -> N
     assert kernels.said.count("abort 77") == 1
     with pytest.raises(InternalError, match="begin comes first"):
         steps.finish()
+
+
+@pytest.mark.parametrize("why", ["no weights", "no room"])
+def test_peers_hear_of_a_sub_step_that_could_not_begin(why: str) -> None:
+    """The request in memory is still that of the launch before: its epoch would end nothing."""
+    kernels, stream = Kernels(), Stream()
+    steps = steps_of(kernels, stream, None)
+    batch = batch_of(3)
+    out = torch.zeros_like(batch.hidden_states)
+    run(steps, launch_of(Path.COMPACT, 3, epoch=76), batch, out)
+    layer, wanted = (None, BindingError) if why == "no weights" else (IDENTITY, RuntimeError)
+    launch = launch_of(Path.COMPACT, 3, epoch=77)
+    with pytest.raises(wanted) as raised:
+        steps.begin(launch, layer, batch_of(17), torch.zeros((17, SHAPE.hidden)).bfloat16())
+    assert steps.under_way
+    steps.abandon(raised.value)
+    assert kernels.said[-2:] == ["take", "abort 77"]
+    assert int(kernels.buffers.control[Word.NUM_ROWS]) == 0
+    assert not steps.under_way
+    run(steps, launch_of(Path.COMPACT, 3, epoch=78), batch, out)
+    assert torch.equal(out, identity_moe(batch, SHAPE, RowFormat.BF16))
+    assert not steps.under_way
 
 
 class Lent:

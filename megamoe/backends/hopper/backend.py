@@ -137,11 +137,8 @@ class HopperBackend:
         return STAGES[path]
 
     def begin(self, launch: Launch, batch: MoeBatch, out: torch.Tensor) -> None:
-        """See SubSteps.begin. Raises BindingError for a slot without weights."""
-        layer = self._layers[launch.slot_idx]
-        if layer is None:
-            raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
-        self._sub_steps.begin(launch, layer, batch, out)
+        """See SubSteps.begin."""
+        self._sub_steps.begin(launch, self._layers[launch.slot_idx], batch, out)
 
     def launch(self, stage: str) -> None:
         self._sub_steps.launch(stage)

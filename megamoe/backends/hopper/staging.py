@@ -128,7 +128,8 @@ class Staging:
         if self._reachable(tensor):
             return tensor.data_ptr()
         twin = self._host[name]
-        if tensor.nbytes <= _SMALL_BYTES and tensor.is_contiguous():
+        # More rows than there is room for raise below; memmove would not look.
+        if tensor.nbytes <= min(_SMALL_BYTES, twin.nbytes) and tensor.is_contiguous():
             ctypes.memmove(twin.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         else:
             twin[: len(tensor)] = tensor

@@ -23,9 +23,10 @@ from megamoe.backends.hopper.report import raise_failures, report_of
 from megamoe.backends.hopper.staging import Staging
 from megamoe.backends.hopper.stream import RankStream
 from megamoe.batch import MoeBatch, SubStepReport
-from megamoe.errors import InternalError, PeerRefusedError, PeerTimeoutError
+from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError
 
 _MIN_TIMEOUT_NS = 1_000_000
+_NO_ROWS = Addresses(0, 0, 0, 0, 0, 0)
 _WORDS = Struct(f"{NUM_WORDS}q")
 
 
@@ -46,15 +47,26 @@ class SubSteps:
         self._offsets: dict[tuple[int, int], tuple[int, ...]] = {}
         self.lent: list[DeviceMemory] = []
         """Memory of other processes, in which rows may still be under way."""
+        self._entered: Launch | None = None
+        self._asked = False
+        """Whether the request is that of the launch entered."""
         self._call: Call | None = None
 
-    def begin(self, launch: Launch, layer: BoundLayer, batch: MoeBatch, out: torch.Tensor) -> None:
-        """batch and out may be on the host (pinned or not) or on the device.
+    @property
+    def under_way(self) -> bool:
+        """Whether a sub-step has begun and neither finished nor been abandoned."""
+        return self._entered is not None
+
+    def begin(self, launch: Launch, layer: BoundLayer | None, batch: MoeBatch, out: torch.Tensor) -> None:
+        """batch and out may be on the host (pinned or not) or on the device. layer: None = the slot has no weights.
 
         What the caller has queued on its current stream for tensors on the device comes first; those on the host must
-        be complete. Raises PeerTimeoutError naming this rank when the owner of rows in lent memory has not come to
-        its last publish by the deadline.
+        be complete. Raises BindingError for a slot without weights, and PeerTimeoutError naming this rank when the
+        owner of rows in lent memory has not come to its last publish by the deadline.
         """
+        self._entered, self._asked = launch, False
+        if layer is None:
+            raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
         recipe = self._recipes.of(launch.sub_step)
         owner = self._owner_of(batch.hidden_states.data_ptr())
         if any(
@@ -84,6 +96,7 @@ class SubSteps:
             offsets = self._offsets[key] = heap_offsets(self._buffers.layout, *key)
         left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), _MIN_TIMEOUT_NS)
         _WORDS.pack_into(self._request, 0, *request_words(launch, at, offsets, left_ns))
+        self._asked = True
 
     def _owner_of(self, rows: int) -> DeviceMemory | None:
         """Memory of another process in which rows lie."""
@@ -99,7 +112,10 @@ class SubSteps:
             time.sleep(0)  # other threads' turn
             if time.monotonic() > launch.deadline_s:
                 rank = self._buffers.rank
-                raise PeerTimeoutError(f"rows of rank {rank}'s caller did not come to its memory", [rank])
+                where = f"rank {rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
+                raise PeerTimeoutError(
+                    f"rows of rank {rank}'s caller did not come to its memory in time ({where})", [rank]
+                )
 
     def launch(self, stage: str) -> None:
         """One stage; of a sub-step that is a captured graph, nothing is left to do."""
@@ -121,7 +137,7 @@ class SubSteps:
                 call.result.queue()
         # Every device-side wait is bounded by the launch's deadline, so this one ends too.
         self._stream.synchronize()
-        self._call = None
+        self._entered = self._call = None
         status = self._report.tolist()
         raise_failures(status, call.launch, self._buffers.rank)
         call.result.take()
@@ -129,12 +145,14 @@ class SubSteps:
 
     def abandon(self, error: BaseException) -> None:
         """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
-        call, self._call = self._call, None
-        if call is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
+        launch, self._entered, self._call = self._entered, None, None
+        if launch is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
             return
+        if not self._asked:
+            self._ask(launch, _NO_ROWS)
         with self._stream.current():
             # The first kernel may not have been queued: peers look for this launch's epoch.
-            self._kernels.take(call.recipe.grid_rows)
+            self._kernels.take(1)
             self._kernels.abort()
         self._stream.synchronize()
 
