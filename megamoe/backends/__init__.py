@@ -76,11 +76,11 @@ class Backend(Protocol):
         weights: LayerWeights,
         check: Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None] | None = None,
     ) -> None:
-        """Bind checked weights to a protocol slot; either everything changes or nothing.
+        """Bind checked weights to a protocol slot, between sub-steps; either everything changes or nothing.
 
         check: called, before anything changes, with a function that runs one expert of the new weights alone
         (local expert, rows [m, hidden] bf16 on the host -> its answer [m, hidden] there). What it raises, bind
-        raises.
+        raises. Raises BindingError: no such slot, or too little memory.
         """
 
     def bind_identity(self, slot_idx: int) -> None:

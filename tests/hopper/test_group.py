@@ -7,6 +7,7 @@ import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megamoe import SHM_DIR, Deployment, MoeShape, plan_bundle
 from megamoe.backends import open_backend
 from megamoe.backends.hopper import group
 from megamoe.errors import ConfigError, HeapError, PeerTimeoutError
+from megamoe.shm import SharedSegment
 
 
 @pytest.fixture
@@ -94,6 +96,48 @@ def test_a_rank_of_another_process_is_reached_by_its_handle(
         said, _ = peer.communicate(timeout=30)
     assert said.strip() == "[9, 7]"
     assert [len(joined.heaps[rank]) for rank in range(2)] == [64, 8]
+
+
+class Opened:
+    """Memory of another process, open. closed: how often it was closed."""
+
+    address = 4096
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("why", ["rank 2 cannot be opened", "nobody reads this card"])
+def test_a_group_that_does_not_come_about_keeps_nothing_open(
+    name: str, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Two ranks of other processes have put their cards there, and do no more than that."""
+    opened: Any = Opened()
+
+    def open_shared(handle: bytes, rank: int, device: torch.device) -> group.RemoteHeap:
+        if rank == 2 and "opened" in why:
+            raise ConfigError("cannot be opened")
+        return group.RemoteHeap(opened, 0)
+
+    monkeypatch.setattr(group, "open_shared", open_shared)
+    cards = [SharedSegment.create(f"{name}-device-{rank}", 4096) for rank in (1, 2)]
+    try:
+        for card in cards:
+            card.buf[group._FINGERPRINT] = b"same".ljust(32)
+            card.buf[group._PROCESS] = b"x" * 32
+            group._fill_handle(card, b"a handle")
+            group._say(card, 0)
+        with pytest.raises(ConfigError if "opened" in why else PeerTimeoutError):
+            join(name, 0, 3, timeout_s=0.3)
+    finally:
+        for card in cards:
+            card.unlink()
+    assert opened.closed == (1 if "opened" in why else 2)
+    assert (name, 0) not in group._own
+    assert left_behind(name) == []
 
 
 def test_memory_that_cannot_be_shared_between_processes_is_refused() -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megamoe import Deployment, MoeBatch, MoeShape, Path, RowFormat, plan_bundle, random_layer_weights, shard
-from megamoe.backends.hopper.lockstep import IDENTITY, Lockstep, pack_layer
+from megamoe.backends.hopper.buffers import BoundLayer
+from megamoe.backends.hopper.lockstep import IDENTITY, Lockstep
 from megamoe.backends.hopper.plan import GemmPlan
 from megamoe.reference import QUANTIZED_REL_L2, identity_moe, quantized_moe, relative_l2, tolerance
 from megamoe.routing import DISTRIBUTIONS, route_rank
@@ -77,7 +78,7 @@ def test_layer_is_the_quantized_oracle(
     plan = GemmPlan(stream_max_rows=stream_max_rows, block_n=32)
     monkeypatch.setattr(Lockstep, "gemm_plan", lambda *_: plan)
     weights = random_layer_weights(SHAPE, seed=5)
-    layers = [pack_layer(shard(weights, SHAPE, rank), torch.device("cpu")) for rank in range(8)]
+    layers = [BoundLayer.packed(shard(weights, SHAPE, rank), torch.device("cpu")) for rank in range(8)]
     group = lockstep(row_format)
     for epoch, distribution in enumerate(("uniform", "one_rank")):
         rows = batches(distribution, exact=False, seed=epoch)

@@ -3,7 +3,8 @@
 packing: weights in tensor-core order. plan, record, buffers: what is launched with which tables, in which memory.
 device: the kernels, one file a stage, and their flags; references: the same stages in torch. kernels: launches, in the
 rooms named so. board: how large_m hands out work. served: what this backend takes. sub_steps: one after the other, with
-call, graphs, staging, stream and report. driver, memory: memory of callers. group, backend: ranks and the door.
+call, graphs, staging, stream and report. driver, memory: memory of callers. shortage: memory that there is not. group,
+backend: ranks and the door.
 lockstep, selftest: tests on a GPU. bench, baseline, floors: times, what they are compared with, what a layer costs at
 least. commands: what a person types. docs/hopper.md says how fast it is and why.
 
@@ -19,13 +20,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megamoe.bundle import Bundle
-from megamoe.errors import ConfigError, InvalidArgumentError, OperatorError
+from megamoe.errors import ConfigError, InvalidArgumentError, OperatorError, must_be
 
 if TYPE_CHECKING:
     from megamoe.backends import DeviceBench, DeviceSelftest, Say
     from megamoe.backends.hopper.backend import HopperBackend
     from megamoe.backends.hopper.memory import DeviceMemory
 
+_MAJOR = 9
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -39,21 +41,30 @@ def separate_queues() -> None:
 
 
 def check(bundle: Bundle) -> None:
-    """Raises ConfigError where no rank could open here: no Triton or another than 3.6, no CUDA device,
-    settings that are not served."""
+    """Raises ConfigError where no rank could open here: no Triton or another than 3.6, no CUDA device or one of another
+    kind, settings that are not served."""
     served = _backend().check_served
-    check_gpu()
+    check_gpu(bundle.shape.num_ranks)
     check_triton()
     served(bundle)
 
 
-def check_gpu() -> None:
-    """Raises ConfigError where torch has no CUDA device. Asking is the first use of CUDA: queues are settled before."""
+def check_gpu(num_ranks: int | None = None) -> None:
+    """Raises ConfigError where torch has no CUDA device, or one of those that so many ranks use is no H100 or H200.
+
+    num_ranks: None = as many as there are devices. Asking is the first use of CUDA: queues are settled before.
+    """
     import torch
 
     separate_queues()
     if not torch.cuda.is_available():
         raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
+    num_devices = torch.cuda.device_count()
+    for number in range(min(num_ranks or num_devices, num_devices)):
+        major, minor = torch.cuda.get_device_capability(number)
+        if major != _MAJOR:
+            name = f"compute capability of GPU {number}"
+            raise ConfigError(must_be(name, f"{_MAJOR}.0 (H100, H200)", f"{major}.{minor}"))
 
 
 def exit_status(main: Callable[[], int | None]) -> int:

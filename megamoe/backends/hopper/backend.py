@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from megamoe.backends import Launch
+from megamoe.backends.hopper import check_gpu, check_triton
 from megamoe.backends.hopper import group as groups
 from megamoe.backends.hopper.buffers import BoundLayer, RankBuffers, allocate_heap
 from megamoe.backends.hopper.call import STAGES
@@ -19,21 +21,17 @@ from megamoe.backends.hopper.expert import expert_rows
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.memory import DeviceMemory
-from megamoe.backends.hopper.packing import pack_w2, pack_w13
 from megamoe.backends.hopper.pinned import Pin, PinnedMemory
 from megamoe.backends.hopper.plan import devices_of_ranks
 from megamoe.backends.hopper.served import check_served, gemm_plan, gemm_plans, reach_peers
+from megamoe.backends.hopper.shortage import allocating
 from megamoe.backends.hopper.staging import Staging
 from megamoe.backends.hopper.stream import RankStream
 from megamoe.backends.hopper.sub_steps import SubSteps
+from megamoe.backends.hopper.tables import TableSizes
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, Path
-from megamoe.errors import (
-    BindingError,
-    ConfigError,
-    IneligibleError,
-    must_be,
-)
+from megamoe.errors import BindingError, IneligibleError, must_be
 from megamoe.layout import plan_layout
 from megamoe.memory import HostMemory, MemoryHandle, MemoryKind, OpenMemory
 from megamoe.weights import LayerWeights
@@ -50,26 +48,27 @@ class HopperBackend:
     def __init__(
         self, bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float
     ) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError("backend hopper needs a CUDA build of torch and a GPU (got: no CUDA device)")
+        check_gpu(bundle.shape.num_ranks)
+        check_triton()
+        check_served(bundle)
         devices = devices_of_ranks(bundle.shape.num_ranks, torch.cuda.device_count())
         self.device = torch.device("cuda", devices[rank])
-        properties = torch.cuda.get_device_properties(self.device)
-        if properties.major != 9:
-            raise ConfigError(
-                must_be("compute capability", "9.0 (H100, H200)", f"{properties.major}.{properties.minor}")
-            )
-        check_served(bundle)
         layout = plan_layout(bundle, num_slots=num_slots)
         self.rank = rank
         self.bundle = bundle
         self._heap = allocate_heap(layout, self.device)
-        self.buffers = RankBuffers(
-            layout, rank=rank, heap_addresses=[self._heap.data_ptr()] * layout.num_ranks, device=self.device
-        )
         self.stream = RankStream(self.device)
-        self.staging = Staging(bundle.shape, layout.capacity, self.device, self.stream)
-        device = Device(properties.multi_processor_count, devices.count(devices[rank]))
+        tables = TableSizes(shape=bundle.shape, capacity=layout.capacity)
+        with allocating("tables and images", tables.num_bytes, self.device):
+            self.buffers = RankBuffers(
+                layout,
+                rank=rank,
+                heap_addresses=[self._heap.data_ptr()] * layout.num_ranks,
+                device=self.device,
+            )
+            self.staging = Staging(bundle.shape, layout.capacity, self.device, self.stream)
+        num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        device = Device(num_sms, devices.count(devices[rank]))
         self.kernels = Kernels(self.buffers, device, bundle.deployment.combine_row_format)
         with _warming, torch.cuda.device(self.device):
             small_m, large_m = gemm_plans(bundle, Path.SMALL_M), gemm_plans(bundle, Path.LARGE_M)
@@ -83,8 +82,12 @@ class HopperBackend:
             heap=self._heap,
             timeout_s=timeout_s,
         )
-        reach_peers(self._group.of_this_process(), self.device)
-        self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
+        try:
+            reach_peers(self._group.of_this_process(), self.device)
+            self.buffers.bases.copy_(torch.tensor(self._group.addresses(), dtype=torch.int64))
+        except BaseException:
+            groups.leave(self._group, rank)
+            raise
         # Instantiating a graph may wait for the device, and so for a kernel of a peer that waits for this rank.
         self.graphs = StepGraphs(self.stream) if device.num_virtual_ranks == 1 else None
         self._sub_steps = SubSteps(self.kernels, self.staging, self.stream, self.graphs)
@@ -100,13 +103,18 @@ class HopperBackend:
         weights: LayerWeights,
         check: Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None] | None = None,
     ) -> None:
-        """Pack this rank's experts on the device, let `check` look at one, and swap them in."""
+        """Pack this rank's experts on the device, let `check` look at one, and swap them in.
+
+        The old binding stays where it is until then. Raises BindingError: no such slot, a sub-step under way, or too
+        little free memory on the device for both.
+        """
         self._check_slot(slot_idx)
-        views = weights.as_bytes()
-        with self.stream.current():
-            w13 = pack_w13(views.w13_codes.to(self.device), views.w13_scales.to(self.device))
-            w2 = pack_w2(views.w2_codes.to(self.device), views.w2_scales.to(self.device))
-            layer = BoundLayer(w13, w2)
+        num_bytes = sum(tensor.nbytes for tensor in weights.tensors().values())
+        with (
+            self.stream.current(),
+            allocating(f"weights of slot {slot_idx}", num_bytes, self.device, BindingError),
+        ):
+            layer = BoundLayer.packed(weights, self.device)
             if check is not None:
                 check(partial(expert_rows, self.kernels, layer, gemm_plan(self.bundle, Path.COMPACT, 1)))
         self._swap(slot_idx, layer)
@@ -120,13 +128,15 @@ class HopperBackend:
         old = self._layers[slot_idx]
         version = 0 if old is None else old.version + 1
         if self.graphs is not None:
-            # Of launches that have finished: one thread owns this backend, and finish waits for the stream.
+            # Of launches that have finished: nothing is bound while a sub-step is under way.
             self.graphs.forget(slot_idx)
         self._layers[slot_idx] = BoundLayer(layer.w13, layer.w2, version)
 
     def _check_slot(self, slot_idx: int) -> None:
         if not 0 <= slot_idx < len(self._layers):
             raise BindingError(must_be("slot_idx", f"from 0 to {len(self._layers) - 1}", slot_idx))
+        if self._sub_steps.under_way:
+            raise BindingError("a slot is bound between sub-steps only: one is under way")
 
     # ------------------------------------------------------------------------------------------- sub-steps
 
@@ -177,9 +187,12 @@ class HopperBackend:
         if self._closed:
             return
         self._closed = True
-        self.stream.synchronize()
-        groups.leave(self._group, self.rank)
-        for pin in self._pins:
-            pin.close()
-        self._layers = []
-        self.graphs = None
+        # Also after a device error, which every call of CUDA from then on repeats.
+        with ExitStack() as rest:
+            rest.callback(groups.leave, self._group, self.rank)
+            for pin in self._pins:
+                rest.callback(pin.close)
+            self.stream.synchronize()
+            self._layers = []
+            if self.graphs is not None:
+                self.graphs.clear()

@@ -16,14 +16,15 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.hopper import record
 from megamoe.backends.hopper.board import board_layout
-from megamoe.backends.hopper.packing import PackedMatrix
+from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
 from megamoe.backends.hopper.record import Word
+from megamoe.backends.hopper.shortage import allocating
 from megamoe.backends.hopper.tables import TableSizes
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
-from megamoe.errors import HeapError, must_be
 from megamoe.layout import FlagKind, HeapLayout
 from megamoe.shape import MoeShape
+from megamoe.weights import LayerWeights
 
 FLAG_KINDS = tuple(FlagKind)
 _NO_RANKS = (0,) * record.MAX_RANKS
@@ -38,14 +39,20 @@ class BoundLayer:
     w2: PackedMatrix | None
     version: int = 0
 
+    @classmethod
+    def packed(cls, weights: LayerWeights, device: torch.device) -> BoundLayer:
+        """One rank's experts in kernel order on the device, queued on its current stream."""
+        views = weights.as_bytes()
+        return cls(
+            pack_w13(views.w13_codes.to(device), views.w13_scales.to(device)),
+            pack_w2(views.w2_codes.to(device), views.w2_scales.to(device)),
+        )
+
 
 def allocate_heap(layout: HeapLayout, device: torch.device) -> torch.Tensor:
     """Zeroed uint8 [num_bytes] on the device. Raises HeapError with wanted and free bytes when memory is short."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if layout.num_bytes > free:
-            raise HeapError(must_be("free device memory", f"at least {layout.num_bytes} bytes", free))
-    return torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+    with allocating("the symmetric heap", layout.num_bytes, device):
+        return torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
 
 
 class RankBuffers:

@@ -46,5 +46,9 @@ class StepGraphs:
         """Drop the graphs of a slot, whose weights change."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != slot_idx}
 
+    def clear(self) -> None:
+        """Drop all of them."""
+        self._graphs = {}
+
     def __len__(self) -> int:
         return len(self._graphs)

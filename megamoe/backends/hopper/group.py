@@ -93,15 +93,17 @@ def join(
     HeapError (the rank is taken), PeerTimeoutError naming ranks that did not come within timeout_s.
     """
     deadline = time.monotonic() + timeout_s
+    group = DeviceGroup(name, {})
     cards: list[SharedSegment] = []
     own = SharedSegment.create(f"{name}-device-{rank}", _CARD_BYTES)
     try:
         with _lock:
             _own[name, rank] = heap
         _fill(own, fingerprint)
-        return _read_all(name, rank, num_ranks, heap, own, cards, deadline, timeout_s)
+        _read_all(group, rank, num_ranks, heap, own, cards, deadline, timeout_s)
+        return group
     except BaseException:
-        _forget(name, rank)
+        leave(group, rank)
         raise
     finally:
         own.unlink()
@@ -112,16 +114,12 @@ def join(
 
 def leave(group: DeviceGroup, rank: int) -> None:
     """Let all heaps go. This rank's kernels must have finished."""
-    for heap in group.heaps.values():
+    heaps, group.heaps = group.heaps, {}
+    with _lock:
+        _own.pop((group.name, rank), None)
+    for heap in heaps.values():
         if isinstance(heap, RemoteHeap):
             heap.allocation.close()
-    group.heaps = {}
-    _forget(group.name, rank)
-
-
-def _forget(name: str, rank: int) -> None:
-    with _lock:
-        _own.pop((name, rank), None)
 
 
 def _fill(card: SharedSegment, fingerprint: str) -> None:
@@ -147,7 +145,7 @@ def _is_here(card: SharedSegment) -> bool:
 
 
 def _read_all(
-    name: str,
+    group: DeviceGroup,
     rank: int,
     num_ranks: int,
     heap: torch.Tensor,
@@ -155,8 +153,9 @@ def _read_all(
     cards: list[SharedSegment],
     deadline: float,
     timeout_s: float,
-) -> DeviceGroup:
-    """Read every rank's card, say so on it, and wait until everybody has read this one."""
+) -> None:
+    """Read every rank's card, say so on it, and wait until everybody has read this one. group: gets the heaps."""
+    name = group.name
 
     def left_s() -> float:
         return max(deadline - time.monotonic(), 0.0)
@@ -176,15 +175,15 @@ def _read_all(
             missing.append(peer)
     said = {peer: bytes(card.buf[_FINGERPRINT]).decode().strip() for peer, card in found.items()}
     alike = len(set(said.values())) == 1
-    heaps: dict[int, torch.Tensor | RemoteHeap] = {}
     if alike and not missing:
         if not all(_is_here(card) for card in found.values()):
             _fill_handle(own, share(heap))
         for peer, card in found.items():
-            if not _is_here(card) and not card.word(_SHARED).wait_while(0, left_s()):
+            there = _heap_of(name, peer, card, heap.device, left_s())
+            if there is None:
                 missing.append(peer)
             else:
-                heaps[peer] = _heap_of(name, peer, card, heap.device)
+                group.heaps[peer] = there
     for card in found.values() if not missing else ():
         _say(card, _READY + 4 * rank)
     missing = missing or [
@@ -197,12 +196,16 @@ def _read_all(
     if not alike:
         each = ", ".join(f"rank {peer}: {text}" for peer, text in said.items())
         raise ConfigError(must_be("deployment", "equal on all ranks", each))
-    return DeviceGroup(name, heaps)
 
 
-def _heap_of(name: str, peer: int, card: SharedSegment, device: torch.device) -> torch.Tensor | RemoteHeap:
+def _heap_of(
+    name: str, peer: int, card: SharedSegment, device: torch.device, timeout_s: float
+) -> torch.Tensor | RemoteHeap | None:
+    """None: the peer has given up since it put its card there, or does not share its heap within timeout_s."""
     if _is_here(card):
         with _lock:
-            return _own[name, peer]
+            return _own.get((name, peer))
+    if not card.word(_SHARED).wait_while(0, timeout_s):
+        return None
     length = int.from_bytes(card.buf[_LENGTH], "little")
     return open_shared(bytes(card.buf[_HANDLE : _HANDLE + length]), peer, device)

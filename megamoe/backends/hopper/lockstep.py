@@ -23,25 +23,15 @@ from megamoe.backends.hopper.buffers import (
     control_words,
     packs_densely,
 )
-from megamoe.backends.hopper.packing import pack_w2, pack_w13
 from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
 from megamoe.backends.hopper.references import Batch, Group
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Bundle, Path
 from megamoe.layout import plan_layout
 from megamoe.path import SubStep
-from megamoe.weights import LayerWeights
 
 IDENTITY = BoundLayer(None, None)
 _TIMEOUT_NS = 2_000_000_000
-
-
-def pack_layer(weights: LayerWeights, device: torch.device, version: int = 0) -> BoundLayer:
-    """One rank's experts in kernel order on the device."""
-    views = weights.as_bytes()
-    w13 = pack_w13(views.w13_codes.to(device), views.w13_scales.to(device))
-    w2 = pack_w2(views.w2_codes.to(device), views.w2_scales.to(device))
-    return BoundLayer(w13, w2, version)
 
 
 @dataclass

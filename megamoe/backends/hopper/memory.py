@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from megamoe.backends.hopper import driver
+from megamoe.backends.hopper.shortage import allocating
 from megamoe.errors import ConfigError, HeapError, InvalidArgumentError, must_be
 from megamoe.memory import MemoryHandle, MemoryKind, check_view
 
@@ -117,11 +118,8 @@ class DeviceMemory:
     @classmethod
     def share(cls, num_bytes: int, device: torch.device) -> DeviceMemory:
         """Lend zeroed memory of a GPU. Raises HeapError when it is short, ConfigError as `export_tensor`."""
-        try:
+        with allocating("lent memory", num_bytes, device):
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            free, _ = torch.cuda.mem_get_info(device)
-            raise HeapError(must_be("free device memory", f"at least {num_bytes} bytes", free)) from error
         torch.cuda.current_stream(device).synchronize()
         published = torch.cuda.Event(interprocess=True)
         published.record(torch.cuda.current_stream(device))

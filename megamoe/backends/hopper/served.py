@@ -42,7 +42,8 @@ def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
             raise ConfigError(must_be(f"peer access from {device} to {heap.device}", "possible", "none"))
         # torch switches peer access on at the first copy between two devices.
         torch.empty(1, dtype=torch.uint8, device=device).copy_(heap[:1])
-    torch.cuda.synchronize(device)
+    # The copies alone: a peer that shares this GPU may have opened already, and launch kernels that wait for this rank.
+    torch.cuda.current_stream(device).synchronize()
 
 
 def gemm_plan(bundle: Bundle, path: Path, max_rows: int) -> GemmPlan:
