@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -288,7 +287,7 @@ def test_rows_that_never_come_end_the_call_at_its_deadline_naming_this_rank() ->
     batch = batch_of(3)
     never: Any = Lent(1 << 60)
     steps.lent.append(never)
-    launch = replace(launch_of(Path.FIXED_SLOT, 3), deadline_s=time.monotonic() + 0.05)
+    launch = launch_of(Path.FIXED_SLOT, 3)._replace(deadline_s=time.monotonic() + 0.05)
     with pytest.raises(PeerTimeoutError, match="rows of rank 0's caller did not come") as raised:
         steps.begin(launch, IDENTITY, batch, torch.zeros_like(batch.hidden_states))
     steps.abandon(raised.value)

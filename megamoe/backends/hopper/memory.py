@@ -13,7 +13,7 @@ import torch
 
 from megamoe.backends.hopper import driver
 from megamoe.backends.hopper.shortage import allocating
-from megamoe.errors import ConfigError, HeapError, InvalidArgumentError, must_be
+from megamoe.errors import ConfigError, InvalidArgumentError, must_be
 from megamoe.memory import MemoryHandle, MemoryKind, check_view
 
 _lock = threading.Lock()
