@@ -1,4 +1,4 @@
-"""`TRITON_INTERPRET=1 python -m tests.hopper.interpreted`: kernels that move rows, run by Triton's interpreter on a CPU.
+"""`TRITON_INTERPRET=1 python -m tests.hopper.interpreted`: kernels that move rows, in Triton's interpreter on a CPU.
 
 Two ranks take turns (megamoe.backends.hopper.lockstep), their experts give rows back. Prints one JSON object: what is
 not the oracle's or the references', bit for bit, and how much was compared. What only PTX can say is played here.
