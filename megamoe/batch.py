@@ -6,7 +6,8 @@ token and the slot. Nothing behind this file checks again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -181,8 +182,7 @@ _ONE = np.uint32(1)
 _largest = np.maximum.reduce
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Where one sub-step's time went on this rank, in microseconds; total_us is measured, not summed.
 
     wait_us is time asleep or spinning for peers, inside whichever stage; the stages exclude it.
@@ -198,11 +198,10 @@ class StageTimes:
 
     @classmethod
     def stages(cls) -> tuple[str, ...]:
-        return tuple(f.name.removesuffix("_us") for f in fields(cls) if f.name != "total_us")
+        return tuple(name.removesuffix("_us") for name in cls._fields if name != "total_us")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counters:
+class Counters(NamedTuple):
     """The proof that a path is what it says (protocol): what one sub-step did on this rank.
 
     count_exchanges: times that row counts were sent to peers before payload. prepare_passes: passes over ids to
@@ -222,8 +221,7 @@ class Counters:
     rows_received: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubStepReport:
+class SubStepReport(NamedTuple):
     """What one executed sub-step was: agreed facts first, then this rank's own measurements."""
 
     path: Path

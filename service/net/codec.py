@@ -164,8 +164,8 @@ def report_to_pb(report: SubStepReport) -> pb.SubStepReport:
         runtime_capacity=report.runtime_capacity,
         num_rows_per_rank=report.num_rows_per_rank,
         row_format_per_rank=[enum_to_pb(row_format) for row_format in report.row_format_per_rank],
-        counters=pb.Counters(**{f.name: getattr(report.counters, f.name) for f in fields(Counters)}),
-        times=pb.StageTimes(**{f.name: getattr(report.times, f.name) for f in fields(StageTimes)}),
+        counters=pb.Counters(**report.counters._asdict()),
+        times=pb.StageTimes(**report.times._asdict()),
     )
 
 
@@ -177,8 +177,8 @@ def report_from_pb(message: pb.SubStepReport) -> SubStepReport:
         row_format_per_rank=tuple(
             enum_from_pb(RowFormat, number, "row_format") for number in message.row_format_per_rank
         ),
-        counters=Counters(**{f.name: getattr(message.counters, f.name) for f in fields(Counters)}),
-        times=StageTimes(**{f.name: getattr(message.times, f.name) for f in fields(StageTimes)}),
+        counters=Counters._make(getattr(message.counters, name) for name in Counters._fields),
+        times=StageTimes._make(getattr(message.times, name) for name in StageTimes._fields),
     )
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -182,30 +180,26 @@ def _pack_report(report: SubStepReport) -> bytes:
         *_PADS[len(rows)],
         *map(_FORMAT_IDX.__getitem__, formats),
         *_PADS[len(formats)],
-        *_counters_of(report.counters),
-        *_times_of(report.times),
+        *report.counters,
+        *report.times,
     )
 
 
 def _unpack_report(body: Buffer, at: int, num_ranks: int) -> SubStepReport:
     values = _REPORT.unpack_from(body, at)
     rows_at, formats_at, counters_at = 2, 2 + MAX_RANKS, 2 + 2 * MAX_RANKS
-    times_at = counters_at + len(_COUNTER_NAMES)
+    times_at = counters_at + len(Counters._fields)
     return SubStepReport(
         path=_PATHS[values[0]],
         runtime_capacity=values[1],
         num_rows_per_rank=values[rows_at : rows_at + num_ranks],
         row_format_per_rank=tuple(_FORMATS[idx] for idx in values[formats_at : formats_at + num_ranks]),
-        counters=Counters(**dict(zip(_COUNTER_NAMES, values[counters_at:times_at]))),
-        times=StageTimes(**dict(zip(_TIME_NAMES, values[times_at:]))),
+        counters=Counters._make(values[counters_at:times_at]),
+        times=StageTimes._make(values[times_at:]),
     )
 
 
-_COUNTER_NAMES = tuple(Counters.__dataclass_fields__)
-_TIME_NAMES = tuple(StageTimes.__dataclass_fields__)
-_counters_of: Callable[[Counters], tuple[int, ...]] = attrgetter(*_COUNTER_NAMES)
-_times_of: Callable[[StageTimes], tuple[float, ...]] = attrgetter(*_TIME_NAMES)
 _PADS = tuple((0,) * (MAX_RANKS - count) for count in range(MAX_RANKS + 1))
-assert (len(_COUNTER_NAMES), len(_TIME_NAMES)) == (8, 7), (
+assert (len(Counters._fields), len(StageTimes._fields)) == (8, 7), (
     "_REPORT must be widened with Counters and StageTimes"
 )
