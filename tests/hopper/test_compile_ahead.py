@@ -27,9 +27,11 @@ def test_every_plan_of_every_path_has_a_job(row_format: RowFormat) -> None:
         selftest.deployment_of(shape, row_format) for shape in (selftest.SHAPE, selftest.ODD_SHAPE)
     ]
     for deployment in deployments:
-        parts = [job.part for job in compile_ahead.jobs_of(deployment, 8)]
+        jobs = [(job.path, job.small_m_idx) for job in compile_ahead.jobs_of(deployment, 8)]
         small_m = served.gemm_plans(plan_bundle(deployment), Path.SMALL_M)
-        assert {"staged", "large_m", *range(len(small_m))} <= set(parts)
+        large_m = [(Path.LARGE_M, 0)] if plan_bundle(deployment).capacities(Path.LARGE_M) else []
+        wanted = [(Path.COMPACT, 0), *large_m, *((Path.SMALL_M, number) for number in range(len(small_m)))]
+        assert jobs == wanted
 
 
 def test_kernels_depend_on_how_many_ranks_share_a_gpu() -> None:

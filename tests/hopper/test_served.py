@@ -39,6 +39,10 @@ DEPLOYMENT = Deployment(
         ),
         ({"shape": replace(SHAPE, activation="gelu")}, "activation on hopper must be silu"),
         ({"shape": replace(SHAPE, hidden=16384)}, "hidden on hopper must be at most 8192"),
+        (
+            {"shape": replace(SHAPE, num_experts=2 * 4097)},
+            "experts per rank on hopper must be at most 4096 where large_m is built, got 4097",
+        ),
     ],
 )
 def test_what_is_not_served_is_named(change: dict, message: str) -> None:

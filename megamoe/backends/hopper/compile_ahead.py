@@ -22,22 +22,23 @@ import torch
 
 from megamoe.backends.hopper import check_triton, exit_status
 from megamoe.backends.hopper.plan import devices_of_ranks
+from megamoe.backends.hopper.served import gemm_plans
 from megamoe.bundle import Deployment, Path, RowFormat, plan_bundle
 from megamoe.shape import MoeShape, preset
 
 _NUM_SMS = 132
 _CAPABILITY = 90
-_SMALL_M_PARTS = 6
-"""More than small_m has plans: a part beyond the last compiles nothing."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process's share of a deployment's kernels. part: staged, large_m, or the number of a plan of small_m."""
+    """One process's share of a deployment's kernels. path: COMPACT stands for all of the staged ones; small_m_idx: the
+    number of a plan of small_m, which take longest."""
 
     deployment: Deployment
     num_virtual_ranks: int
-    part: str | int
+    path: Path
+    small_m_idx: int = 0
 
 
 class _Target:
@@ -90,10 +91,9 @@ def _compile_launcher(compiled: Any) -> None:
 
 
 def compile_job(job: Job) -> float:
-    """Seconds that it took."""
+    """Compile a job's kernels into Triton's cache. Returns the seconds that it took."""
     from megamoe.backends.hopper.buffers import RankBuffers
     from megamoe.backends.hopper.kernels import Device, Kernels
-    from megamoe.backends.hopper.served import gemm_plans
     from megamoe.layout import plan_layout
 
     started = time.monotonic()
@@ -104,22 +104,24 @@ def compile_job(job: Job) -> float:
     kernels = Kernels(buffers, device, job.deployment.combine_row_format)
     staged = {path: bundle.capacities(path) for path in (Path.COMPACT, Path.FIXED_SLOT)}
     with only_compiling():
-        if job.part == "staged":
+        if job.path is Path.COMPACT:
             kernels.warm_up(gemm_plans(bundle, Path.COMPACT), staged)
-        elif job.part == "large_m":
+        elif job.path is Path.LARGE_M:
             kernels.warm_up((), {}, (), gemm_plans(bundle, Path.LARGE_M))
         else:
-            plans = gemm_plans(bundle, Path.SMALL_M)
-            part = int(job.part)
-            kernels.warm_up((), {}, plans[part : part + 1])
+            kernels.warm_up((), {}, [gemm_plans(bundle, Path.SMALL_M)[job.small_m_idx]])
     return time.monotonic() - started
 
 
 def jobs_of(deployment: Deployment, num_devices: int) -> list[Job]:
-    ranks = deployment.shape.num_ranks
-    devices = devices_of_ranks(ranks, num_devices)
-    parts: list[str | int] = ["staged", "large_m", *range(_SMALL_M_PARTS)]
-    return [Job(deployment, devices.count(0), part) for part in parts]
+    """All kernels of a deployment whose ranks share num_devices GPUs, in parts that take about as long."""
+    bundle = plan_bundle(deployment)
+    ranks_a_gpu = devices_of_ranks(deployment.shape.num_ranks, num_devices).count(0)
+    jobs = [Job(deployment, ranks_a_gpu, Path.COMPACT)]
+    if bundle.capacities(Path.LARGE_M):
+        jobs.append(Job(deployment, ranks_a_gpu, Path.LARGE_M))
+    numbers = range(len(gemm_plans(bundle, Path.SMALL_M)))
+    return jobs + [Job(deployment, ranks_a_gpu, Path.SMALL_M, number) for number in numbers]
 
 
 def compile_all(jobs: Sequence[Job]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from megamoe.backends.hopper.board import plan_large_m
+from megamoe.backends.hopper.board import MAX_EXPERTS_PER_RANK, plan_large_m
 from megamoe.backends.hopper.plan import GemmPlan, plan_gemms, plan_small_m
 from megamoe.bundle import Bundle, Path, RowFormat
 from megamoe.errors import ConfigError, must_be
@@ -31,6 +31,11 @@ def check_served(bundle: Bundle) -> None:
         raise ConfigError(must_be("activation on hopper", "silu", deployment.shape.activation))
     if deployment.shape.hidden > MAX_HIDDEN:
         raise ConfigError(must_be("hidden on hopper", f"at most {MAX_HIDDEN}", deployment.shape.hidden))
+    experts = deployment.shape.num_experts_per_rank
+    if experts > MAX_EXPERTS_PER_RANK and bundle.capacities(Path.LARGE_M):
+        # Its metadata has an expert's number in so many bits.
+        need = f"at most {MAX_EXPERTS_PER_RANK} where large_m is built"
+        raise ConfigError(must_be("experts per rank on hopper", need, experts))
 
 
 def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
