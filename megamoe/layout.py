@@ -44,6 +44,23 @@ class FlagKind(IntEnum):
     CLOSE = 4
 
 
+FLAG_BYTES = 8
+"""A flag is the launch's epoch in the low half and info in the high half, written with one store."""
+POSTED = 1 << 31
+"""Set in every info: a zeroed word is never taken for a flag of epoch 0."""
+INFO_ERROR = 1 << 30
+"""The source joined with zero rows because its caller's call was refused."""
+INFO_FP8 = 1 << 29
+"""Result rows of this owner are FP8 with the routing weight applied."""
+INFO_ROWS_MASK = (1 << 24) - 1
+"""Of a payload flag: rows that its source sent."""
+
+
+def ranks_in(mask: int) -> list[int]:
+    """Ranks whose bits are set, in ascending order."""
+    return [rank for rank in range(MAX_RANKS) if mask >> rank & 1]
+
+
 def _align(num_bytes: int, to: int) -> int:
     return -(-num_bytes // to) * to
 
@@ -208,7 +225,7 @@ class HeapLayout:
         overwrite what this rank has yet to see.
         """
         line = (slot_idx * NUM_BUFFERS + buffer_idx) * len(FlagKind) + kind
-        return self.region("flags").offset + line * CACHE_LINE_BYTES + 8 * src_rank
+        return self.region("flags").offset + line * CACHE_LINE_BYTES + FLAG_BYTES * src_rank
 
     def _combine_bytes(self, capacity: int) -> int:
         return capacity * self.bundle.shape.num_topk * self.result_bytes

@@ -15,12 +15,12 @@ from megamoe.backends.cpu.experts import BoundLayer, ExpertGemms, Scratch, dequa
 from megamoe.backends.cpu.fixed_slot import FixedSlotPath
 from megamoe.backends.cpu.heap import Heap
 from megamoe.backends.cpu.large_m import LargeMPath
-from megamoe.backends.cpu.signals import INFO_ERROR, Phase, Signals
+from megamoe.backends.cpu.signals import Phase, Signals
 from megamoe.backends.cpu.small_m import SmallMPath
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, Path
 from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError, must_be
-from megamoe.layout import FlagKind, plan_layout
+from megamoe.layout import INFO_ERROR, FlagKind, plan_layout
 from megamoe.memory import HostMemory, MemoryHandle, MemoryKind
 from megamoe.weights import LayerWeights
 

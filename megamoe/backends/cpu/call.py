@@ -13,10 +13,10 @@ from megamoe.backends import Launch
 from megamoe.backends.cpu.experts import BoundLayer, ExpertGemms, Scratch
 from megamoe.backends.cpu.heap import WIDE, Heap
 from megamoe.backends.cpu.routed import Outgoing, RoutedRows
-from megamoe.backends.cpu.signals import INFO_ERROR, INFO_FP8, Signals
+from megamoe.backends.cpu.signals import Signals
 from megamoe.batch import Counters, MoeBatch, StageTimes
 from megamoe.bundle import Deployment, RowFormat
-from megamoe.layout import FlagKind, HeapLayout
+from megamoe.layout import INFO_ERROR, INFO_FP8, FlagKind, HeapLayout
 from megamoe.shape import MoeShape
 
 Hook = Callable[[str], None]

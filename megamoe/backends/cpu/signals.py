@@ -18,19 +18,12 @@ from enum import IntEnum
 
 from megamoe.backends.cpu.heap import Heap
 from megamoe.errors import PeerTimeoutError
-from megamoe.layout import NUM_BUFFERS, FlagKind
+from megamoe.layout import NUM_BUFFERS, POSTED, FlagKind
 from megamoe.shm import Word, fence
 
 logger = logging.getLogger(__name__)
 
 _MASK32 = 0xFFFFFFFF
-_POSTED = 1 << 31
-"""Set in every info: a zeroed word is never taken for a flag of epoch 0."""
-INFO_ERROR = 1 << 30
-"""The source joined with zero rows because its caller's call was refused."""
-INFO_FP8 = 1 << 29
-"""Result rows of this owner are FP8 with the routing weight applied."""
-INFO_ROWS_MASK = (1 << 24) - 1
 
 _SLICE_S = 0.05
 """Longest sleep between looks at the abort line: bounds how late a rank notices that its peers gave up."""
@@ -87,7 +80,7 @@ class Signals:
         self.check_alive()
 
     def advance(self, phase: Phase) -> None:
-        self._own[self._progress] = self._epoch | (_POSTED | self._buffer_idx << 8 | phase) << 32
+        self._own[self._progress] = self._epoch | (POSTED | self._buffer_idx << 8 | phase) << 32
 
     def await_buffer_free(self) -> None:
         """Return when no peer is inside an earlier launch that uses this launch's buffer.
@@ -115,7 +108,7 @@ class Signals:
         """
         index = self._lines[kind] + self.rank
         fence()
-        self._u64[dst_rank][index] = self._epoch | (info | _POSTED) << 32
+        self._u64[dst_rank][index] = self._epoch | (info | POSTED) << 32
         if dst_rank == self.rank:
             return
         if ring:
@@ -144,7 +137,7 @@ class Signals:
 
     def info(self, kind: FlagKind, src_rank: int) -> int:
         """Info bits of a flag that is there."""
-        return (self._own[self._lines[kind] + src_rank] >> 32) & ~_POSTED
+        return (self._own[self._lines[kind] + src_rank] >> 32) & ~POSTED
 
     def wait(self, kind: FlagKind, src_ranks: Iterable[int]) -> None:
         """Return when the flags of all src_ranks are there. Raises PeerTimeoutError."""
@@ -226,7 +219,7 @@ class Signals:
 
     def _post_abort(self, mask: int) -> None:
         for peer in self.peers:
-            self._u64[peer][self._aborts + self.rank] = self._epoch | (mask | _POSTED) << 32
+            self._u64[peer][self._aborts + self.rank] = self._epoch | (mask | POSTED) << 32
         for peer in self.peers:
             self._ring(peer)
             for line in self._lines:

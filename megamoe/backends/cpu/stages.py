@@ -13,9 +13,9 @@ from megamoe.backends.cpu.combine import combine_tokens
 from megamoe.backends.cpu.experts import Tile, encode_results, tiles_of
 from megamoe.backends.cpu.heap import WIDE
 from megamoe.backends.cpu.routed import Int64Array, Outgoing, Received, RoutedRows, routed_rows
-from megamoe.backends.cpu.signals import INFO_FP8, INFO_ROWS_MASK, Phase
+from megamoe.backends.cpu.signals import Phase
 from megamoe.bundle import RowFormat
-from megamoe.layout import FlagKind
+from megamoe.layout import INFO_FP8, INFO_ROWS_MASK, FlagKind
 from megamoe.shape import MX_BLOCK
 
 

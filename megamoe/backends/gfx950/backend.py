@@ -7,7 +7,7 @@ Decode sub-steps (fixed_slot, small_m) are captured in a graph at first use and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from megamoe.errors import (
     PeerTimeoutError,
     must_be,
 )
-from megamoe.layout import FlagKind, plan_layout
+from megamoe.layout import FLAG_BYTES, FlagKind, plan_layout, ranks_in
 from megamoe.memory import MemoryHandle, MemoryKind, OpenMemory
 from megamoe.path import SubStep
 from megamoe.weights import LayerWeights
@@ -46,7 +46,6 @@ _CAPTURED = (Path.FIXED_SLOT, Path.SMALL_M)
 """Paths of decode steps: their launches are captured at first use and replayed."""
 MAX_TOPK = 31
 """Token index, ids and weights of a row are written by one wave at once: 1 + 2 x 31 words."""
-_FLAG_BYTES = 8
 _PAIR_WORDS = 2
 """large_m tells an owner of a routed row by its place and weight."""
 _GRACE_S = 1.0
@@ -246,23 +245,23 @@ class Gfx950Backend:
             kind = FlagKind(status[Word.FAILED_KIND]).name.lower()
             seen = status[Word.FAILED_SEEN] & 0xFFFFFFFF
             why = f"expected epoch {launch.epoch} in its {kind} flag, seen {seen}"
-            raise self._timeout(launch, _ranks(status[Word.MISSING]), why)
+            raise self._timeout(launch, ranks_in(status[Word.MISSING]), why)
         if status[Word.DONE_EPOCH] & (1 << 64) - 1 != launch.epoch | POSTED << 32:
             why = "a peer gave this launch up"
             raise self._timeout(launch, self.device.give_up(launch.epoch), why)
-        refusing = _ranks(status[Word.REFUSED])
+        refusing = ranks_in(status[Word.REFUSED])
         if refusing:
             where = f"slot {launch.slot_idx}, epoch {launch.epoch}"
             raise PeerRefusedError(f"ranks {refusing} refused the call of {where}", refusing)
 
-    def _timeout(self, launch: Launch, missing: tuple[int, ...], why: str) -> PeerTimeoutError:
+    def _timeout(self, launch: Launch, missing: Sequence[int], why: str) -> PeerTimeoutError:
         where = f"rank {self.rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
         return PeerTimeoutError(f"ranks {list(missing)} did not come in time ({where}): {why}", missing)
 
     def _report(self, call: _Call, status: dict[Word, int]) -> SubStepReport:
         sub_step, layout, shape = call.launch.sub_step, self.launches.layout, self.bundle.shape
         counted = sub_step.path in (Path.COMPACT, Path.LARGE_M)
-        fp8 = set(_ranks(status[Word.FP8]))
+        fp8 = set(ranks_in(status[Word.FP8]))
         result_bytes = shape.hidden + layout.sf_bytes if self.rank in fp8 else layout.result_bytes
         counts = self.launches.rows_per_expert()
         block_m = call.plan.block_m
@@ -303,7 +302,7 @@ class Gfx950Backend:
             counts, num_flags = shape.num_experts_per_rank, 4
             owners = call.batch.topk_ids.div(shape.num_experts_per_rank, rounding_mode="floor")
             words = _PAIR_WORDS * int(((owners >= 0) & (owners != self.rank)).sum())
-        return 4 * words + peers * (4 * counts + _FLAG_BYTES * (num_flags + call.launch.closing))
+        return 4 * words + peers * (4 * counts + FLAG_BYTES * (num_flags + call.launch.closing))
 
     def abandon(self, error: BaseException) -> None:
         """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
@@ -353,7 +352,3 @@ class _Call:
         self.graph_key: tuple[object, ...] | None = None
         self.num_launches = 0
         self.started_s = time.perf_counter()
-
-
-def _ranks(mask: int) -> tuple[int, ...]:
-    return tuple(rank for rank in range(8) if mask >> rank & 1)

@@ -9,19 +9,31 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-MAX_RANKS = 8
+from megamoe.layout import INFO_ERROR, INFO_FP8, INFO_ROWS_MASK, MAX_RANKS, POSTED
 
-POSTED = 1 << 31
-"""Set in the info half of every flag: a zeroed word is never taken for a flag of epoch 0."""
-INFO_ERROR = 1 << 30
-"""The source joined with zero rows because its caller's call was refused."""
-INFO_FP8 = 1 << 29
-"""Result rows of this owner are FP8 with the routing weight applied."""
+__all__ = [
+    "AUTO",
+    "BOARD_BYTES",
+    "COPY_BYTES",
+    "FIRST_STATUS",
+    "INFO_ERROR",
+    "INFO_FP8",
+    "INFO_ROWS_MASK",
+    "LAST_STATUS",
+    "MAX_CHUNK",
+    "MAX_RANKS",
+    "NUM_DIES",
+    "NUM_WORDS",
+    "POSTED",
+    "RESULT_INDEX_BITS",
+    "SEGMENT_BYTES",
+    "Word",
+]
+
 AUTO = 2
 """Format of result rows, beside 0 = bf16 and 1 = FP8: each owner chooses by what it received."""
 NUM_DIES = 8
 """Dies (XCD) of an MI355X, with an L2 each; workgroups are dealt to them in turn."""
-INFO_ROWS_MASK = (1 << 24) - 1
 
 RESULT_INDEX_BITS = 20
 """A routed row names its source rank above these bits and token * num_topk + slot in them (8192 x 32 fit in 18)."""

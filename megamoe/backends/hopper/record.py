@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-NUM_WORDS = 64
-MAX_RANKS = 8
+from megamoe.layout import INFO_ERROR, INFO_FP8, INFO_ROWS_MASK, MAX_RANKS, POSTED
 
-POSTED = 1 << 31
-"""Set in the info half of every flag: a zeroed word is never taken for a flag of epoch 0."""
-INFO_ERROR = 1 << 30
-"""The source joined with zero rows because its caller's call was refused."""
-INFO_FP8 = 1 << 29
-"""Result rows of this owner are FP8 with the routing weight applied."""
-INFO_ROWS_MASK = (1 << 24) - 1
+__all__ = [
+    "FIRST_STATUS",
+    "INFO_ERROR",
+    "INFO_FP8",
+    "INFO_ROWS_MASK",
+    "MAX_RANKS",
+    "NUM_WORDS",
+    "POSTED",
+    "Word",
+]
+
+NUM_WORDS = 64
 
 
 class Word(IntEnum):

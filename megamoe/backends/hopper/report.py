@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 
 from megamoe.backends import Launch
-from megamoe.backends.hopper import record
 from megamoe.backends.hopper.board import SECTIONS
 from megamoe.backends.hopper.buffers import exchanges_counts
 from megamoe.backends.hopper.call import Call
@@ -14,10 +13,8 @@ from megamoe.backends.hopper.record import Word
 from megamoe.batch import Counters, StageTimes, SubStepReport
 from megamoe.bundle import Path, RowFormat
 from megamoe.errors import PeerRefusedError, PeerTimeoutError
-from megamoe.layout import FlagKind
+from megamoe.layout import FLAG_BYTES, FlagKind, ranks_in
 from megamoe.shape import MoeShape
-
-_FLAG_BYTES = 8
 
 
 def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
@@ -27,7 +24,7 @@ def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
         return
     where = f"rank {rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
     if status[Word.FAILED]:
-        missing = _ranks(status[Word.MISSING])
+        missing = ranks_in(status[Word.MISSING])
         kind = FlagKind(status[Word.FAILED_KIND]).name.lower()
         src_rank, seen = status[Word.FAILED_SRC], status[Word.FAILED_SEEN] & 0xFFFFFFFF
         why = (
@@ -36,7 +33,7 @@ def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
             else f"a peer gave up while this rank waited for {kind} flags"
         )
         raise PeerTimeoutError(f"ranks {missing} did not come ({where}): {why}", missing)
-    refusing = _ranks(status[Word.REFUSED])
+    refusing = ranks_in(status[Word.REFUSED])
     raise PeerRefusedError(
         f"ranks {refusing} refused the call of slot {launch.slot_idx}, epoch {launch.epoch}", refusing
     )
@@ -74,14 +71,10 @@ def _flag_bytes(path: Path, closing: bool, num_ranks: int, experts_per_rank: int
     if path is Path.LARGE_M:
         num_flags += SECTIONS - 1
     counts = experts_per_rank if path is Path.LARGE_M else num_ranks
-    return (num_ranks - 1) * (num_flags * _FLAG_BYTES + 4 * counts * counted)
+    return (num_ranks - 1) * (num_flags * FLAG_BYTES + 4 * counts * counted)
 
 
 @cache
 def _row_formats(fp8_mask: int, num_ranks: int) -> tuple[RowFormat, ...]:
     """Of each owner's rows."""
     return tuple(RowFormat.FP8 if fp8_mask >> rank & 1 else RowFormat.BF16 for rank in range(num_ranks))
-
-
-def _ranks(mask: int) -> list[int]:
-    return [rank for rank in range(record.MAX_RANKS) if mask >> rank & 1]
