@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from pathlib import Path as FilePath
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ import torch
 from megamoe import MoeBatch, MoeShape, random_layer_weights, shard
 from megamoe.backends.hopper.baseline.grouped_mm import GroupedMm
 from megamoe.backends.hopper.baseline.mxfp4 import check_package, find_package
+from megamoe.backends.hopper.baseline.ranks import next_answer
 from megamoe.backends.hopper.baseline.routes import routes_of
-from megamoe.errors import ConfigError
+from megamoe.backends.hopper.bench.timing import BaselineTiming
+from megamoe.errors import ConfigError, PeerTimeoutError
 from megamoe.mx import dequantize_mxfp4
 from megamoe.reference import exact_moe, relative_l2
 from megamoe.routing import route
@@ -56,6 +61,55 @@ def test_a_rank_without_rows_gives_none() -> None:
     assert sum(routes.received_splits) == 0
     layer = GroupedMm(SHAPE, torch.zeros(4, 128, 128).bfloat16(), torch.zeros(4, 128, 64).bfloat16())
     assert layer.experts(empty, routes).shape == (0, SHAPE.hidden)
+
+
+class Process:
+    """A rank: exit status, None while it runs. Its sentinel is ready once it has ended."""
+
+    def __init__(self, status: int | None) -> None:
+        self.sentinel, self._end = os.pipe()
+        self.exitcode: int | None = None
+        self._status = status
+        if status is not None:
+            os.close(self._end)
+
+    def join(self, timeout_s: float) -> None:
+        self.exitcode = self._status
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+        if self._status is None:
+            os.close(self._end)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "hung_up", "said", "missing"),
+    [
+        ([None, 1], False, r"ranks \[1\] ended early", (1,)),
+        ([None, 0], False, r"ranks \[0, 1\] have no time to tell after 0.05 s", (0, 1)),
+        ([None, None], True, r"ranks \[0\] ended early", (0,)),
+        ([1, 1], True, r"ranks \[0, 1\] ended early", (0, 1)),
+    ],
+)
+def test_ranks_that_end_early_are_named_at_once(
+    statuses: list[int | None], hung_up: bool, said: str, missing: tuple[int, ...]
+) -> None:
+    """Rank 0 tells the times; while it waits for one that has ended, it says nothing."""
+    processes: Any = [Process(status) for status in statuses]
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    timing = BaselineTiming("grouped_mm", "uniform", 1, 2.0)
+    theirs.send(timing)
+    assert next_answer(ours, processes, "grouped_mm") == timing
+    if hung_up:
+        theirs.close()
+    limit_s = 60.0 if "early" in said else 0.05
+    with pytest.raises(PeerTimeoutError, match=f"grouped_mm: {said}") as raised:
+        next_answer(ours, processes, "grouped_mm", limit_s)
+    assert raised.value.missing_ranks == missing
+    for process in processes:
+        process.close()
+    ours.close()
+    theirs.close()
 
 
 def test_the_other_package_is_found_by_either_folder_and_refused_by_name(tmp_path: FilePath) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path as FilePath
 
@@ -82,6 +83,26 @@ def test_a_report_reads_back_alike(report: Report, tmp_path: FilePath) -> None:
     replace(report, num_ranks=8).write(tmp_path / "b.json")
     with pytest.raises(InvalidArgumentError, match="reports must be 2 ranks of deepseek-v4-pro, got 8 of"):
         read_reports([tmp_path / "a.json", tmp_path / "b.json"])
+
+
+def test_a_baseline_beside_no_path_is_kept_as_json_that_others_read(
+    report: Report, tmp_path: FilePath
+) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    replace(report, timings=[]).write(tmp_path / "a.json")
+    kept = json.loads((tmp_path / "a.json").read_text(), parse_constant=refuse)
+    assert [baseline["over_best_path"] for baseline in kept["baselines"]] == [None, None]
+    assert read_reports([tmp_path / "a.json"]).baselines == report.baselines
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "{}", '{"timings": [{}], "baselines": []}'])
+def test_files_of_another_kind_are_refused_by_name(tmp_path: FilePath, text: str) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(InvalidArgumentError, match="what bench --json has left, got .*other.json"):
+        read_reports([file])
 
 
 def test_tables_have_every_path_and_baseline(report: Report) -> None:

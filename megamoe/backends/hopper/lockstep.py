@@ -23,8 +23,9 @@ from megamoe.backends.hopper.buffers import (
     control_words,
     packs_densely,
 )
-from megamoe.backends.hopper.plan import GemmPlan, plan_gemms
+from megamoe.backends.hopper.plan import GemmPlan
 from megamoe.backends.hopper.references import Batch, Group
+from megamoe.backends.hopper.served import gemm_plan
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Bundle, Path
 from megamoe.layout import plan_layout
@@ -58,19 +59,16 @@ class Lockstep:
     def num_ranks(self) -> int:
         return self.bundle.shape.num_ranks
 
-    def gemm_plan(self, path: Path, max_rows: int) -> GemmPlan:
-        deployment = self.bundle.deployment
-        return plan_gemms(
-            self.bundle.shape,
-            max_rows,
-            batch_invariant=deployment.batch_invariant,
-            fp8_rows=deployment.combine_row_format == "fp8",
-        )
-
     def forward(
-        self, batches: Sequence[MoeBatch], layers: Sequence[BoundLayer], path: Path, epoch: int
+        self,
+        batches: Sequence[MoeBatch],
+        layers: Sequence[BoundLayer],
+        path: Path,
+        epoch: int,
+        gemms: GemmPlan | None = None,
     ) -> list[torch.Tensor]:
-        """Outputs [n, hidden] bf16 of all ranks, on the group's device."""
+        """Outputs [n, hidden] bf16 of all ranks, on the group's device. path: fixed_slot or compact. gemms: None =
+        those that are served."""
         counts = tuple(batch.num_rows for batch in batches)
         capacity = min(c for c in self.bundle.capacities(path) if c >= max(counts))
         sub_step = SubStep(
@@ -100,7 +98,7 @@ class Lockstep:
         for rank, (batch, out) in enumerate(zip(device_batches, outs, strict=True)):
             words = control_words(self.group.ranks[rank].layout, launch, batch, out, _TIMEOUT_NS)
             self.group.ranks[rank].control.copy_(torch.tensor(words, dtype=torch.int64))
-        gemms = self.gemm_plan(path, max(counts))
+        gemms = gemms or gemm_plan(self.bundle, path, max(counts))
         compact = packs_densely(path)
         if self.kernels:
             self._kernels(device_batches, layers, gemms, capacity, compact)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path as FilePath
 
 import torch
@@ -25,6 +28,8 @@ from megamoe.shape import MoeShape
 
 _SIZE_TIMEOUT_S = 180.0
 """For one size: the first one compiles, draws weights and joins the ranks."""
+_END_S = 5.0
+"""Between the last that is heard of a process and its exit status."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,7 @@ class BaselineConfig:
 def time_baseline(config: BaselineConfig) -> Iterator[BaselineTiming]:
     """Yield a timing a size and distribution, as they are measured.
 
-    Raises PeerTimeoutError naming a rank that ended early, and when a size takes too long.
+    Raises PeerTimeoutError naming ranks that ended early, or all of them when a size takes too long.
     """
     # Ranks of one process group: nothing may share their connections' port.
     with socket.socket() as free:
@@ -67,14 +72,7 @@ def time_baseline(config: BaselineConfig) -> Iterator[BaselineTiming]:
     theirs.close()
     try:
         for _ in range(len(config.tokens) * len(config.distributions)):
-            if not ours.poll(_SIZE_TIMEOUT_S):
-                raise PeerTimeoutError(f"{config.name}: no rank answers in {_SIZE_TIMEOUT_S:.0f} s", [0])
-            try:
-                yield ours.recv()
-            except EOFError:
-                ended = [rank for rank, process in enumerate(processes) if process.exitcode]
-                said = f"{config.name}: ranks {ended} ended early; their own output says why"
-                raise PeerTimeoutError(said, ended or [0]) from None
+            yield next_answer(ours, processes, config.name)
         for process in processes:
             process.join(30.0)
     finally:
@@ -83,6 +81,32 @@ def time_baseline(config: BaselineConfig) -> Iterator[BaselineTiming]:
                 process.kill()
             process.join()
         ours.close()
+
+
+def next_answer(
+    answers: Connection, processes: Sequence[BaseProcess], name: str, timeout_s: float = _SIZE_TIMEOUT_S
+) -> BaselineTiming:
+    """Rank 0's next timing. Where another rank has ended, rank 0 waits in NCCL: ends are looked for too.
+
+    Raises PeerTimeoutError naming the ranks that ended early, or all of them after timeout_s.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    running = {process.sentinel: process for process in processes}
+    while True:
+        ready = wait([answers, *running], max(deadline_s - time.monotonic(), 0.0))
+        if answers in ready:
+            with suppress(EOFError):
+                timing: BaselineTiming = answers.recv()
+                return timing
+        for sentinel in running.keys() & set(ready):
+            running.pop(sentinel).join(_END_S)
+        ended = [rank for rank, process in enumerate(processes) if process.exitcode]
+        if ended or answers in ready:
+            ranks = ended or [0]
+            raise PeerTimeoutError(f"{name}: ranks {ranks} ended early; their own output says why", ranks)
+        if not ready:
+            ranks = list(range(len(processes)))
+            raise PeerTimeoutError(f"{name}: ranks {ranks} have no time to tell after {timeout_s:g} s", ranks)
 
 
 def _rank(rank: int, config: BaselineConfig, port: int, answers: Connection | None) -> None:

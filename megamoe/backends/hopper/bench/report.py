@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
@@ -101,11 +102,13 @@ class Report:
         return lines
 
     def write(self, file: FilePath) -> None:
+        """As JSON, with every timing's fraction of its floor, every baseline's ratio to the best path (null: none)."""
         fields = asdict(self)
         for timing, kept in zip(self.timings, fields["timings"], strict=True):
             kept["fraction"] = timing.fraction
         for baseline, kept in zip(self.baselines, fields["baselines"], strict=True):
-            kept["over_best_path"] = self.ratio(baseline)
+            ratio = self.ratio(baseline)
+            kept["over_best_path"] = None if math.isnan(ratio) else ratio
         file.write_text(json.dumps(fields, indent=1))
 
     def _at(self, distribution: str, tokens: int) -> list[Timing]:
@@ -115,7 +118,7 @@ class Report:
 def read_reports(files: Iterable[FilePath]) -> Report:
     """One report of the runs of one machine, group and shape, timings one after the other.
 
-    Raises InvalidArgumentError for files of different groups, or that are no JSON.
+    Raises InvalidArgumentError for files of different groups, or that no bench has left.
     """
     reports = [_read(file) for file in files]
     first = reports[0]
@@ -140,11 +143,13 @@ def read_reports(files: Iterable[FilePath]) -> Report:
 
 def _read(file: FilePath) -> Report:
     try:
-        kept: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(
-            must_be("reports", "what bench --json has left", f"{file}: {error}")
-        ) from None
+        return _report_of(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        got = f"{file}: {type(error).__name__}: {error}"
+        raise InvalidArgumentError(must_be("reports", "what bench --json has left", got)) from error
+
+
+def _report_of(kept: dict[str, Any]) -> Report:
     for timing in kept["timings"]:
         timing.pop("fraction")
     for baseline in kept["baselines"]:
