@@ -288,9 +288,14 @@ def test_shared_memory_of_the_host_is_pinned_while_it_is_open(
 def test_memory_that_cannot_be_pinned_is_refused_with_its_size(
     played: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the runtime's error is taken from it: else the next kernel of torch on this thread would be blamed."""
+    taken: list[int] = []
+    runtime = SimpleNamespace(cudaGetLastError=lambda: taken.append(2))
+    monkeypatch.setattr(driver, "_runtime", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(refused=4096))
     with pytest.raises(HeapError, match="4096 bytes of host memory must be possible to pin, got error 2"):
         pinned.Pin(torch.zeros(4096, dtype=torch.uint8), GPU, pinned.Pins())
+    assert taken == [2]
     theirs = HostMemory.share(4096)
     with pytest.raises(HeapError):
         pinned.PinnedMemory(HostMemory.open(theirs.handle), GPU, pinned.Pins())

@@ -4,9 +4,12 @@ processes of one host, and launching a captured graph."""
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
+
+import torch
 
 from megamoe.errors import ConfigError, InternalError, must_be
 
@@ -89,6 +92,24 @@ def graph_launcher(graph: int, stream: int, device_idx: int) -> Callable[[], Non
         _check("cuGraphLaunch", code)
 
     return run
+
+
+@cache
+def _runtime() -> ctypes.CDLL | None:
+    """The CUDA runtime that torch has loaded, if any."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+
+
+def forget_last_error() -> None:
+    """After a call of the CUDA runtime that this thread may go on without. The runtime keeps its error, and torch would
+    find it after the next kernel that it launches here, and take it for that kernel's."""
+    runtime = _runtime()
+    if runtime is not None:
+        runtime.cudaGetLastError()
 
 
 def export_allocation(address: int, device_idx: int) -> tuple[bytes, int]:

@@ -64,6 +64,7 @@ class Pin:
         with self._context:
             code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if code:
+            driver.forget_last_error()
             got = f"error {code} of cudaHostRegister"
             raise HeapError(must_be(f"{memory.nbytes} bytes of host memory", "possible to pin", got))
         self._memory = memory
@@ -77,4 +78,6 @@ class Pin:
         if memory is not None:
             self._pins.discard(self._addresses)
             with self._context:
-                torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+                code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+            if code:
+                driver.forget_last_error()
