@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from megamoe.backends.hopper.selftest.oracle import Checks, check_case, check_ca
 from megamoe.backends.hopper.selftest.protocol import check_in_flight, check_protocol
 from megamoe.backends.hopper.selftest.ranks import Ranks
 from megamoe.bundle import Bundle, Path, RowFormat, plan_bundle
+from megamoe.errors import HeapError, PeerTimeoutError
 
 TINY = replace(SHAPE, hidden=64, intermediate=32, num_experts=8, num_topk=2, num_ranks=2)
 
@@ -80,6 +82,23 @@ def test_a_micro_batch_that_gets_the_rows_of_the_other_fails(
     checks = Checks(lambda line: None)
     check_in_flight(ranks, checks, num_layers=3)
     assert (checks.num_passed, checks.num_failed) == (0, 1)
+
+
+def test_the_error_of_the_rank_that_fails_is_told_not_that_others_missed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = threading.Event()
+
+    def open_or_fail(bundle: Bundle, *, rank: int, **_: object) -> Any:
+        if rank == 1:
+            raise HeapError("free device memory must be more")
+        told.wait(10.0)
+        raise PeerTimeoutError("ranks [1] did not open", [1])
+
+    monkeypatch.setattr(rooms, "open_backend", open_or_fail)
+    with pytest.raises(HeapError, match="free device memory"):
+        Ranks(TINY, RowFormat.BF16)
+    told.set()
 
 
 def test_ranks_go_on_without_each_other(ranks: Ranks) -> None:

@@ -56,7 +56,8 @@ def allocate_heap(layout: HeapLayout, device: torch.device) -> torch.Tensor:
 
 
 class RankBuffers:
-    """Everything that the kernels of one rank touch. heaps: of all ranks in rank order, this rank's among them."""
+    """Everything that the kernels of one rank touch. heap_addresses: of all ranks' heaps as this rank's kernels reach
+    them, in rank order, this rank's among them."""
 
     def __init__(
         self, layout: HeapLayout, *, rank: int, heap_addresses: Sequence[int], device: torch.device
@@ -95,7 +96,7 @@ class RankBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of the private part."""
+        """Device memory of tables and images, without what large_m has beside them."""
         return self.sizes.num_bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,7 +68,13 @@ class Ranks:
         self.all_ranks(lambda rank: self.backends[rank].bind(slot_idx, shard(weights, self.shape, rank)))
 
     def all_ranks(self, work: Callable[[int], T]) -> list[T]:
+        """What `work` returns for each rank, on its thread. Raises the first error that comes: the others' may be that
+        this rank did not."""
         futures = [thread.submit(work, rank) for rank, thread in enumerate(self._threads)]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            if (error := future.exception()) is not None:
+                raise error
         return [future.result() for future in futures]
 
     def call(
