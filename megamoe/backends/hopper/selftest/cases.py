@@ -19,7 +19,7 @@ SHAPE = MoeShape(
     num_experts=64,
     num_topk=6,
     num_ranks=8,
-    num_layers=3,
+    num_layers=4,
     swiglu_limit=10.0,
 )
 ODD_SHAPE = replace(SHAPE, name="hopper-odd", hidden=1056, intermediate=352, num_experts=40, num_topk=3)
@@ -36,6 +36,8 @@ COUNTERS = {
 }
 """Count exchanges, prepare passes, launches, group-wide barriers."""
 IDENTITY_SLOT = 2
+UNBOUND_SLOT = 3
+"""Without weights on the last rank, with identity experts on all others."""
 
 
 @dataclass(frozen=True)

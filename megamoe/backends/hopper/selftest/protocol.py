@@ -10,15 +10,15 @@ from dataclasses import replace
 import torch
 
 from megamoe.backends.hopper.backend import HopperBackend
-from megamoe.backends.hopper.selftest.cases import COUNTERS, PATHS, Case, batch_of, uneven
+from megamoe.backends.hopper.selftest.cases import COUNTERS, PATHS, UNBOUND_SLOT, Case, batch_of, uneven
 from megamoe.backends.hopper.selftest.oracle import Checks, check_case
 from megamoe.backends.hopper.selftest.ranks import Ranks, rows_of
 from megamoe.bundle import Path
-from megamoe.errors import PeerRefusedError, PeerTimeoutError
+from megamoe.errors import BindingError, PeerRefusedError, PeerTimeoutError
 
 
 def check_protocol(ranks: Ranks, checks: Checks) -> None:
-    """Refusals, absent ranks, counters, rebinding, epochs that wrap."""
+    """Refusals, ranks that cannot begin or do not come, counters, rebinding, epochs that wrap."""
     shape = ranks.shape
     case = Case(Path.FIXED_SLOT, uneven(shape, 32))
     for path in PATHS:
@@ -29,6 +29,8 @@ def check_protocol(ranks: Ranks, checks: Checks) -> None:
             isinstance(o.error, PeerRefusedError) and o.error.refusing_ranks == (refusing,) for o in outcomes
         )
         checks.check(f"{path}: a refusal reaches all ranks", refused, str(outcomes[0].error))
+        check_case(ranks, checks, on_path)
+        check_unbound(ranks, checks, on_path)
         check_case(ranks, checks, on_path)
         started = time.monotonic()
         if shape.num_ranks > 1:
@@ -57,6 +59,19 @@ def check_protocol(ranks: Ranks, checks: Checks) -> None:
                 checks,
                 replace(case, path=PATHS[number % len(PATHS)], seed=number, slot_idx=number % 3),
             )
+
+
+def check_unbound(ranks: Ranks, checks: Checks, case: Case) -> None:
+    """A rank that cannot begin a call ends it for its peers now, not at their deadline."""
+    started = time.monotonic()
+    outcomes = ranks.call(replace(case, slot_idx=UNBOUND_SLOT), timeout_s=20.0)
+    took_s = time.monotonic() - started
+    *peers, unbound = (outcome.error for outcome in outcomes)
+    told = isinstance(unbound, BindingError) and all(
+        isinstance(error, PeerTimeoutError) and error.missing_ranks == (len(peers),) for error in peers
+    )
+    name = f"{case.path}: a rank without the slot's weights ends the call for all at once"
+    checks.check(name, told and took_s < 10.0, f"{took_s:.2f} s, {[*peers, unbound][0]}")
 
 
 def check_in_flight(ranks: Ranks, checks: Checks, num_layers: int = 12) -> None:

@@ -14,7 +14,7 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.hopper import open_backend
 from megamoe.backends.hopper.backend import HopperBackend
-from megamoe.backends.hopper.selftest.cases import IDENTITY_SLOT, Case, batch_of, deployment_of
+from megamoe.backends.hopper.selftest.cases import IDENTITY_SLOT, UNBOUND_SLOT, Case, batch_of, deployment_of
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, RowFormat, plan_bundle
 from megamoe.errors import MegaMoeError
@@ -48,11 +48,13 @@ class Ranks:
         self._threads = [ThreadPoolExecutor(1, f"rank{rank}") for rank in range(shape.num_ranks)]
         name = f"megamoe-selftest-{time.monotonic_ns()}"
         self.backends = self.all_ranks(
-            lambda rank: open_backend(self.bundle, rank=rank, group_name=name, num_slots=3, timeout_s=300.0)
+            lambda rank: open_backend(self.bundle, rank=rank, group_name=name, num_slots=4, timeout_s=300.0)
         )
         self.bind(0, self.weights[0])
         self.bind(1, self.weights[1])
         self.all_ranks(lambda rank: self.backends[rank].bind_identity(IDENTITY_SLOT))
+        for backend in self.backends[:-1]:
+            backend.bind_identity(UNBOUND_SLOT)
 
     def __enter__(self) -> Ranks:
         return self
