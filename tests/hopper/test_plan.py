@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise, product, takewhile
 
 import pytest
 
@@ -23,8 +23,9 @@ SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
         (1, 32, 64, False),
         (64, 32, 64, False),
         (128, 32, 32, False),
-        (256, 0, 48, True),
+        (256, 0, 96, True),
         (512, 0, 96, True),
+        (768, 0, 96, True),
         (1024, 0, 256, False),
         (8192, 0, 256, False),
     ],
@@ -36,32 +37,43 @@ def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: in
     assert not plan.plan_small_m(V4_PRO, max_rows).is_ring
 
 
-@pytest.mark.parametrize("block_n", [48, 96])
-def test_ring_fits_shared_memory_and_registers(block_n: int) -> None:
-    gemms = plan.GemmPlan(stream_max_rows=0, block_n=block_n, is_ring=True)
-    ring = gemms.ring
-    assert ring.narrow + ring.more == gemms.block_n
-    stage = plan.RING_CONSUMERS * 2 * UNIT_BYTES + gemms.block_n * CHUNK * 2
-    # Beside the ring a consumer takes up to 4 KB and 128 bytes a token to lay out what it stores.
-    assert ring.stages * stage + plan.RING_CONSUMERS * (4096 + 128 * ring.narrow) <= 227 * 1024
+def test_ring_fits_shared_memory_and_registers() -> None:
+    ring = plan.RING
+    assert len(ring.widths) <= plan.MAX_WIDTHS
+    # A tile is one or two boxes.
+    boxes = [[rows for rows in plan.RING_BOX_ROWS if width & rows] for width in ring.widths]
+    assert [sum(rows) for rows in boxes] == list(ring.widths)
+    assert max(len(rows) for rows in boxes) <= 2
+    most = max(rows[0] for rows in boxes) + max(sum(rows[1:]) for rows in boxes)
+    stage = plan.RING_CONSUMERS * 2 * UNIT_BYTES + most * CHUNK * 2
+    # Beside the ring a consumer takes up to 6.5 KB to lay out what it stores of 32 tokens.
+    assert ring.stages * stage + plan.RING_CONSUMERS * 6656 <= 227 * 1024
     # A warpgroup has 128 threads; the loading warp counts as one, with 24 registers a thread.
     assert plan.RING_CONSUMERS * plan.RING_REGISTERS + 24 <= 512
-    # Sums of 128 rows for both token boxes, a chunk's words, and half or all of it as bf16.
-    assert gemms.block_n + 16 + 32 * ring.halves <= plan.RING_REGISTERS
+    for width, rows in zip(ring.widths, boxes, strict=True):
+        # Sums of 128 rows, a chunk's words, and half or all of it as bf16.
+        halves = 2 if rows[0] <= plan.RING_WHOLE_CHUNKS else 1
+        assert width + 16 + 32 * halves <= plan.RING_REGISTERS
 
 
-@pytest.mark.parametrize(("num_wide", "num_narrow"), [(0, 1), (7, 0), (5, 200), (1400, 900)])
+@pytest.mark.parametrize("num_tiles", [1, 3, 132, 768, 1000])
 @pytest.mark.parametrize("num_programs", [1, 3, 132])
-def test_ring_programs_share_row_groups_by_cost(num_wide: int, num_narrow: int, num_programs: int) -> None:
-    ring = plan.GemmPlan(stream_max_rows=0, block_n=48, is_ring=True).ring
-    costs = [ring.costs[1]] * num_wide + [ring.costs[0]] * num_narrow
-    borders = [
-        plan.ring_group_at(sum(costs) * number // num_programs, num_wide, ring)
-        for number in range(num_programs + 1)
+def test_ring_programs_share_tiles(num_tiles: int, num_programs: int) -> None:
+    num_waves = -(-num_tiles // num_programs)
+    # As the device takes them: wave after wave, until one is beyond the last tile.
+    shares = [
+        list(
+            takewhile(
+                lambda tile: tile < num_tiles,
+                (plan.ring_tile(wave, program, num_programs) for wave in range(num_waves + 1)),
+            )
+        )
+        for program in range(num_programs)
     ]
-    assert (borders[0], borders[-1]) == (0, len(costs))
-    shares = [sum(costs[first:stop]) for first, stop in pairwise(borders)]
-    assert max(shares) - sum(costs) / num_programs < max(costs)
+    assert sorted(tile for share in shares for tile in share) == list(range(num_tiles))
+    # The first quarter are twice as wide.
+    costs = [sum(2 if tile < num_tiles // 4 else 1 for tile in share) for share in shares]
+    assert max(costs) - sum(costs) / num_programs <= 2
 
 
 @pytest.mark.parametrize(
@@ -120,9 +132,12 @@ def test_token_rings_run_at_most_one_tile_ahead(block_n: int, num_columns: int) 
     assert all(sum(rows for rows in plan.BOX_ROWS if tile.block_n & rows) == tile.block_n for tile in tiles)
 
 
-@pytest.mark.parametrize("block_n", [32, 64, 96, 128, 256])
-def test_last_tiles_are_as_narrow_as_their_rows_allow(block_n: int) -> None:
-    widths = plan.GemmPlan(stream_max_rows=0, block_n=block_n).widths
+@pytest.mark.parametrize(
+    ("block_n", "is_ring"),
+    [*product([32, 64, 96, 128, 256], [False]), (96, True)],
+)
+def test_last_tiles_are_as_narrow_as_their_rows_allow(block_n: int, is_ring: bool) -> None:
+    widths = plan.GemmPlan(stream_max_rows=0, block_n=block_n, is_ring=is_ring).widths
     assert len(widths) <= plan.MAX_WIDTHS
     assert tile_rows(0, widths) == ()
     for count in range(1, 4 * block_n + 1):

@@ -37,7 +37,7 @@ class GemmLaunches(RingLaunches):
                 maxnreg=128,
             )
         if gemms.is_ring:
-            self._gemm1_ring(layer.w13, gemms.ring, chunks)
+            self._gemm1_ring(layer.w13, chunks)
             return
         tiles = gemms.tiles(b.shape.hidden)
         grid = self.device.share * tiles[0].occupancy
@@ -85,7 +85,7 @@ class GemmLaunches(RingLaunches):
                 maxnreg=128,
             )
         if gemms.is_ring:
-            self._gemm2_ring(layer.w2, gemms.ring, common)
+            self._gemm2_ring(layer.w2, common)
             return
         tiles = gemms.tiles(b.shape.intermediate)
         grid = self.device.share * tiles[0].occupancy

@@ -139,41 +139,36 @@ _WIDTHS = {96: (96, 64, 32), 256: (256, 192, 160, 128)}
 
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
-    """Ring kernel: warpgroups with 128 rows of weights each, times `narrow` tokens or, for wide entries, narrow + more
-    of them; one thread block a multiprocessor. stages of one chunk of K are in flight. halves: half chunks of weights
-    that a warpgroup decodes before it multiplies them. costs: time of a tile of a narrow and of a wide entry, relative.
-    """
+    """Ring kernel: warpgroups with 128 rows of weights each times the tokens of an entry, in tiles of several widths,
+    widest first; one thread block a multiprocessor. stages of one chunk of K are in flight."""
 
-    narrow: int
-    more: int
-    costs: tuple[int, int]
+    widths: tuple[int, ...]
     stages: int
-    halves: int
 
 
 RING_CONSUMERS = 3
 """Warpgroups that multiply; a fourth one loads."""
 RING_REGISTERS = 160
 """Of a thread that multiplies."""
-_RING = {
-    48: RingPlan(narrow=32, more=16, costs=(10, 13), stages=5, halves=2),
-    96: RingPlan(narrow=64, more=32, costs=(10, 14), stages=3, halves=1),
-}
+RING_BOX_ROWS = (64, 32, 16)
+"""Rows of the boxes in which tokens are copied; a tile is one or two of them."""
+RING_WHOLE_CHUNKS = 32
+"""Where a tile's first box has up to so many rows a warpgroup decodes a chunk before it multiplies it, else half of
+one: registers. Twice the halves cost 12 % at 32 rows."""
+RING = RingPlan(widths=(96, 64, 48, 32), stages=4)
 
 
-def ring_group_at(cost: int, num_wide: int, ring: RingPlan) -> int:
-    """The row group that is reached at a cost from the start, where num_wide ones of wide entries come first. Programs
-    of the ring kernel share the groups by equal cost (device code: ring_gemm.group_range)."""
-    narrow_cost, wide_cost = ring.costs
-    beyond = cost - num_wide * wide_cost
-    return cost // wide_cost if beyond < 0 else num_wide + beyond // narrow_cost
+def ring_tile(wave: int, program: int, num_programs: int) -> int:
+    """The tile of a program of the ring kernel in a wave (device code: ring_gemm.tile_at). Tiles come widest first: who
+    has the widest of one wave gets the narrowest of the next one."""
+    return wave * num_programs + (program if wave % 2 == 0 else num_programs - 1 - program)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmPlan:
     """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel. block_n: its widest tile.
     one_launch: both share thread blocks, and so the memory of a multiprocessor. is_ring: all rows go to the ring
-    kernel, whose entries have two widths, instead."""
+    kernel instead."""
 
     stream_max_rows: int
     block_n: int
@@ -184,12 +179,8 @@ class GemmPlan:
     def widths(self) -> tuple[int, ...]:
         """Of all tiles, widest first."""
         if self.is_ring:
-            return (self.block_n, self.ring.narrow)
+            return RING.widths
         return (self.block_n,) if self.one_launch else _WIDTHS.get(self.block_n, (self.block_n,))
-
-    @property
-    def ring(self) -> RingPlan:
-        return _RING[self.block_n]
 
     def tiled(self, num_columns: int) -> TiledPlan:
         """Settings of the widest tiles for a matrix with that many columns (before padding)."""
@@ -237,9 +228,9 @@ def plan_gemms(
     same order, whatever its mates: that of the ring and of the tiled kernel.
     """
     mean = _mean_rows(shape, max_rows)
-    for above, limit, block_n in _RING_BY_MEAN_ROWS:
-        if above < mean <= limit and not fp8_rows:
-            return GemmPlan(stream_max_rows=0, block_n=block_n, is_ring=True)
+    above, most = _RING_MEAN_ROWS
+    if above < mean <= most and not fp8_rows:
+        return GemmPlan(stream_max_rows=0, block_n=RING.widths[0], is_ring=True)
     return _streaming_and_tiled(mean, batch_invariant, fp8_rows)
 
 
@@ -263,8 +254,8 @@ _BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (
     (float("inf"), (0, 256)),
 )
 """Up to a mean number of rows an expert: (stream_max_rows, block_n)."""
-_RING_BY_MEAN_ROWS: tuple[tuple[float, float, int], ...] = ((20, 40, 48), (40, 80, 96))
-"""Where the ring kernel serves instead: above and up to a mean number of rows, its block_n."""
+_RING_MEAN_ROWS = (20, 100)
+"""Above and up to which mean number of rows the ring kernel serves instead."""
 
 
 def next_power_of_2(value: int) -> int:

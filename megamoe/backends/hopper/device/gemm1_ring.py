@@ -6,11 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.backends.hopper.device import gemm1, ring_gemm
-from megamoe.backends.hopper.device.chain import after_previous_gluon
+from megamoe.backends.hopper.device.ring_loop import halves
 
 
 @gluon.jit
-def _finish(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.constexpr):
+def _store_piece(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.constexpr):
     """SwiGLU in the thread (gate and up rows are 8 apart), then into GEMM2's image."""
     image_out, limit = rest
     block_n: gl.constexpr = acc0.shape[1]
@@ -21,15 +21,27 @@ def _finish(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.constexpr
 
 
 @gluon.jit
+def _finish(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.constexpr):
+    if acc0.shape[1] > 32:
+        # In pieces: registers and shared memory are those of 32 tokens.
+        first0, second0 = halves(acc0)
+        first1, second1 = halves(acc1)
+        _store_piece(first0, first1, factor, rest, row, rows, group, CHUNKS_OUT)
+        if rows > 32:
+            _store_piece(second0, second1, factor, rest, row + 32, rows - 32, group, CHUNKS_OUT)
+    else:
+        _store_piece(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT)
+
+
+@gluon.jit
 def gemm1_ring_kernel(
-    image_out, words, scales, out_factor, tokens, more_tokens, work, counters, limit, num_programs,
+    image_out, words, scales, out_factor, box64, box32, box16, work, counters, limit, num_programs,
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, HALVES: gl.constexpr, COSTS: gl.constexpr,
+    WIDTHS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """words, scales, tokens, more_tokens: TMA descriptors. work: int32 [entries, 4]: expert, first image row, rows (at
-    most those of both token boxes), unused."""
-    after_previous_gluon()
+    """words, scales, box64, box32, box16: TMA descriptors. work: int32 [entries, 4]: expert, first image row, rows,
+    unused; counters: entries of each of WIDTHS, widest first."""
     ring_gemm.run(
-        tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, (image_out, limit),
-        _finish, CHUNKS_OUT, CHUNKS, GROUPS, STAGES, HALVES, COSTS,
+        box64, box32, box16, words, scales, work, counters, num_programs, out_factor, (image_out, limit),
+        _finish, CHUNKS_OUT, CHUNKS, GROUPS, WIDTHS, STAGES,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.backends.hopper.device import gemm2, ring_gemm
-from megamoe.backends.hopper.device.chain import after_previous_gluon
 
 
 @gluon.jit
@@ -30,13 +29,12 @@ def _finish(acc0, acc1, factor, rest, row, rows, group, STATIC: gl.constexpr):
 
 @gluon.jit
 def gemm2_ring_kernel(
-    row_address, row_weight, words, scales, out_factor, tokens, more_tokens, work, counters, num_programs,
+    row_address, row_weight, words, scales, out_factor, box64, box32, box16, work, counters, num_programs,
     HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
-    STAGES: gl.constexpr, HALVES: gl.constexpr, COSTS: gl.constexpr,
+    WIDTHS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """words, scales, tokens, more_tokens: TMA descriptors. work: as for GEMM1."""
-    after_previous_gluon()
+    """words, scales, box64, box32, box16: TMA descriptors. work, counters: as for GEMM1."""
     ring_gemm.run(
-        tokens, more_tokens, words, scales, work, counters, num_programs, out_factor, (row_address, row_weight),
-        _finish, (HIDDEN, FP8), CHUNKS, GROUPS, STAGES, HALVES, COSTS,
+        box64, box32, box16, words, scales, work, counters, num_programs, out_factor, (row_address, row_weight),
+        _finish, (HIDDEN, FP8), CHUNKS, GROUPS, WIDTHS, STAGES,
     )  # fmt: skip

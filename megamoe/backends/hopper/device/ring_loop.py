@@ -1,4 +1,4 @@
-"""The ring GEMM: some 20 to 100 rows of an expert against its weights, warp-specialized, `wgmma`.
+"""The ring GEMM: some 16 to 100 rows of an expert against its weights, warp-specialized, `wgmma`.
 
 Above 16 rows weights in flight do not fit registers beside accumulators, and where 128 rows of weights are multiplied
 at a time tokens are read so often that the way from L2 is the limit. Here one warp copies weights (as packed, see
@@ -80,26 +80,34 @@ def load_unit(words, scales, unit: gl.constexpr):
 
 
 @gluon.jit
-def open_ring(tokens, more_tokens, words, scales, STAGES: gl.constexpr):
-    """Shared memory of the ring: stages of both token boxes, of words and of scales, full and empty barriers."""
-    token_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + tokens.block_shape, tokens.layout)
-    more_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES] + more_tokens.block_shape, more_tokens.layout)
+def open_ring(boxes, words, scales, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory of the ring: stages of tokens (FIRST rows, and SECOND rows for tiles of two boxes), of words and of
+    scales; barriers: full and empty."""
+    first = gl.allocate_shared_memory(gl.bfloat16, [STAGES, FIRST, CHUNK], boxes[0].layout)
+    second = first
+    if SECOND > 0:
+        second = gl.allocate_shared_memory(gl.bfloat16, [STAGES, SECOND, CHUNK], boxes[0].layout)
     word_ring = gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS] + words.block_shape, words.layout)
     scale_ring = gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS] + scales.block_shape, scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
+        # Tokens and weights are expected each by themselves.
+        mbarrier.init(full.index(slot), count=2)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
-    return token_ring, more_ring, word_ring, scale_ring, full, empty
+    return first, second, word_ring, scale_ring, full, empty
 
 
 @gluon.jit
-def groups_at(group, stop, GROUPS: gl.constexpr):
-    """How many row groups are multiplied together from one on: of one expert, one a consumer."""
-    return gl.minimum(gl.minimum(stop - group, GROUPS - group % GROUPS), CONSUMERS)
+def token_stage(memory, boxes, slot, part: gl.constexpr):
+    """A stage's tokens of one of the boxes that make up a tile."""
+    ring = memory[part]
+    box = boxes[part]
+    per_stage: gl.constexpr = ring.shape[1] // box.block_shape[0]
+    seen = ring._reinterpret(gl.bfloat16, [ring.shape[0] * per_stage] + box.block_shape, box.layout)
+    return seen.index(slot * per_stage)
 
 
 @gluon.jit
@@ -110,55 +118,51 @@ def advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def feed(
-    memory, sources, work, first, stop,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The loading warp: every chunk of every tile into the next slot that is empty. memory: from open_ring; sources:
-    TMA descriptors of both token boxes, words and scales."""
-    token_ring, more_ring, word_ring, scale_ring, full, empty = memory
-    tokens, more_tokens, words, scales = sources
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    narrow: gl.constexpr = tokens.block_shape[0]
-    NARROW_BYTES: gl.constexpr = tokens.block_type.nbytes
-    WIDE_BYTES: gl.constexpr = tokens.block_type.nbytes + more_tokens.block_type.nbytes
-    group = first
-    while group < stop:
-        count = groups_at(group, stop, GROUPS)
-        entry = work + group // GROUPS * 4
-        unit = (gl.load(entry) * GROUPS + group % GROUPS) * (2 * CHUNKS)
-        row = gl.load(entry + 1)
-        wide = gl.load(entry + 2) > narrow
-        for chunk in range(CHUNKS):
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            bar = full.index(slot)
-            for i in gl.static_range(1, CONSUMERS + 1):
-                # The number of bytes must be a constant.
-                mbarrier.expect(bar, NARROW_BYTES + i * GROUP_BYTES, pred=(count == i) & (wide == 0))
-                mbarrier.expect(bar, WIDE_BYTES + i * GROUP_BYTES, pred=(count == i) & wide)
-            for i in gl.static_range(CONSUMERS):
-                at = unit + (i * CHUNKS + chunk) * 2
-                place = slot * CONSUMERS + i
-                tma.async_copy_global_to_shared(
-                    words, [at, 0, 0], bar, word_ring.index(place), pred=i < count
-                )
-                tma.async_copy_global_to_shared(
-                    scales, [at, 16, 0], bar, scale_ring.index(place), pred=i < count
-                )
-            column = chunk * CHUNK
-            tma.async_copy_global_to_shared(tokens, [row, column], bar, token_ring.index(slot))
-            tma.async_copy_global_to_shared(
-                more_tokens, [row + narrow, column], bar, more_ring.index(slot), pred=wide
-            )
-            slot, phase = advance(slot, phase, STAGES)
-        group += count
+def _fill_weights(
+    memory, words, scales, slot, unit, chunk, group, pred, CHUNKS: gl.constexpr, GROUPS: gl.constexpr
+):
+    """One chunk of a tile's row groups, of which `group` is the first. Past the expert's last one that one again: the
+    number of bytes must be a constant."""
+    word_ring, scale_ring, full = memory[2], memory[3], memory[4]
+    bar = full.index(slot)
+    mbarrier.expect(bar, CONSUMERS * GROUP_BYTES, pred=pred)
+    for i in gl.static_range(CONSUMERS):
+        at = unit + (gl.minimum(group + i, GROUPS - 1) * CHUNKS + chunk) * 2
+        place = slot * CONSUMERS + i
+        tma.async_copy_global_to_shared(words, [at, 0, 0], bar, word_ring.index(place), pred=pred)
+        tma.async_copy_global_to_shared(scales, [at, 16, 0], bar, scale_ring.index(place), pred=pred)
 
 
 @gluon.jit
-def _half(stage, half: gl.constexpr):
-    """64 of K of a stage of tokens, as operand."""
-    return stage.slice(half * 64, 64, 1).permute((1, 0))
+def fill_ahead(
+    memory, words, scales, unit, group, AHEAD: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr
+):
+    """The first AHEAD chunks of weights into an idle ring."""
+    for chunk in gl.static_range(AHEAD):
+        _fill_weights(memory, words, scales, chunk, unit, chunk, group, True, CHUNKS, GROUPS)
+
+
+@gluon.jit
+def feed(
+    memory, boxes, words, scales, slot, phase, unit, group, row, ahead,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Every chunk of a tile into the next slot that is empty. boxes: TMA descriptors of its tokens, which begin at an
+    image row; unit: its expert's first unit of weights, which are there for the first `ahead` chunks already."""
+    full, empty = memory[4], memory[5]
+    second: gl.constexpr = 0 if len(boxes) == 1 else boxes[len(boxes) - 1].block_type.nbytes
+    NUM_BYTES: gl.constexpr = boxes[0].block_type.nbytes + second
+    for chunk in range(CHUNKS):
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        _fill_weights(memory, words, scales, slot, unit, chunk, group, chunk >= ahead, CHUNKS, GROUPS)
+        bar = full.index(slot)
+        mbarrier.expect(bar, NUM_BYTES)
+        for part in gl.static_range(len(boxes)):
+            begin = row if part == 0 else row + boxes[0].block_shape[0]
+            into = token_stage(memory, boxes, slot, part)
+            tma.async_copy_global_to_shared(boxes[part], [begin, chunk * CHUNK], bar, into)
+        slot, phase = advance(slot, phase, STAGES)
+    return slot, phase
 
 
 @gluon.jit
@@ -167,58 +171,86 @@ def _zeros(BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _no_sums(boxes):
+    """Of one unit, for every box."""
+    out = ()
+    for part in gl.static_range(len(boxes)):
+        out = out + (_zeros(boxes[part].block_shape[0]),)
+    return out
+
+
+@gluon.jit
+def _stages(memory, boxes, slot):
+    out = ()
+    for part in gl.static_range(len(boxes)):
+        out = out + (token_stage(memory, boxes, slot, part),)
+    return out
+
+
+@gluon.jit
+def _start(weights, tokens, half: gl.constexpr, sums):
+    """Start the products of half a chunk of a unit's weights with the tokens of every box."""
+    out = ()
+    for part in gl.static_range(len(sums)):
+        out = out + (_start_part(weights, tokens[part], half, sums[part]),)
+    return out
+
+
+@gluon.jit
+def _start_part(weights, stage, half: gl.constexpr, acc):
+    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(stage.shape[0]), 2)
+    same = gl.convert_layout(weights, operand, assert_trivial=True)
+    return warpgroup_mma(same, stage.slice(half * 64, 64, 1).permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _wait(sums0, sums1):
+    done = warpgroup_mma_wait(num_outstanding=0, deps=sums0 + sums1)
+    if len(sums0) == 1:
+        out = (done[0],), (done[1],)
+    else:
+        out = (done[0], done[1]), (done[2], done[3])
+    return out
+
+
+@gluon.jit
 def multiply(
-    memory, slot, phase, consumer: gl.constexpr, WIDE: gl.constexpr, CHUNKS: gl.constexpr,
-    STAGES: gl.constexpr, HALVES: gl.constexpr,
+    memory, boxes, slot, phase, consumer: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's 128 rows times the tokens of the first box or (WIDE) of both, from the ring. HALVES (1 or 2): half
-    chunks that are decoded before they are multiplied; other warpgroups multiply meanwhile. Returns (sums of both units
-    for the first box, each [64, tokens] fp32, the same for the second box, slot, phase)."""
-    token_ring, more_ring, word_ring, scale_ring, full, empty = memory
-    narrow: gl.constexpr = token_ring.shape[1]
-    more: gl.constexpr = more_ring.shape[1]
-    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(narrow), 2)
-    more_operand: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(more), 2)
-    acc0, acc1 = _zeros(narrow), _zeros(narrow)
-    more0, more1 = _zeros(more), _zeros(more)
+    """A warpgroup's 128 rows times the tokens of all boxes, from the ring. HALVES (1 or 2): half chunks that are
+    decoded before they are multiplied. Returns (sums of the first unit, [64, tokens] fp32 for each box, those of the
+    second unit, slot, phase)."""
+    word_ring, scale_ring, full, empty = memory[2], memory[3], memory[4], memory[5]
+    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(boxes[0].block_shape[0]), 2)
+    sums0 = _no_sums(boxes)
+    sums1 = _no_sums(boxes)
     for _ in range(CHUNKS):
         mbarrier.wait(full.index(slot), phase)
         words = word_ring.index(slot * CONSUMERS + consumer)
         scales = scale_ring.index(slot * CONSUMERS + consumer)
         unit0 = load_unit(words, scales, 0)
         unit1 = load_unit(words, scales, 1)
-        stage = token_ring.index(slot)
-        beside = more_ring.index(slot)
+        tokens = _stages(memory, boxes, slot)
         for first in gl.static_range(0, 2, HALVES):
             # All operands first: ptxas serializes products while registers of another one are being written.
             a = ()
             for i in gl.static_range(HALVES):
                 a = a + (decode_half(unit0, first + i, operand, 4), decode_half(unit1, first + i, operand, 4))
             for i in gl.static_range(HALVES):
-                acc0 = warpgroup_mma(a[2 * i], _half(stage, first + i), acc0, is_async=True)
-                acc1 = warpgroup_mma(a[2 * i + 1], _half(stage, first + i), acc1, is_async=True)
-            if WIDE:
-                for i in gl.static_range(HALVES):
-                    b0 = gl.convert_layout(a[2 * i], more_operand, assert_trivial=True)
-                    b1 = gl.convert_layout(a[2 * i + 1], more_operand, assert_trivial=True)
-                    more0 = warpgroup_mma(b0, _half(beside, first + i), more0, is_async=True)
-                    more1 = warpgroup_mma(b1, _half(beside, first + i), more1, is_async=True)
-                acc0, acc1, more0, more1 = warpgroup_mma_wait(
-                    num_outstanding=0, deps=[acc0, acc1, more0, more1]
-                )
-            else:
-                acc0, acc1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0, acc1])
+                sums0 = _start(a[2 * i], tokens, first + i, sums0)
+                sums1 = _start(a[2 * i + 1], tokens, first + i, sums1)
+            sums0, sums1 = _wait(sums0, sums1)
         mbarrier.arrive(empty.index(slot))
         slot, phase = advance(slot, phase, STAGES)
-    return acc0, acc1, more0, more1, slot, phase
+    return sums0, sums1, slot, phase
 
 
 @gluon.jit
-def skip(memory, slot, phase, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
-    """A tile in which this consumer has no rows: hand its stages back."""
-    full, empty = memory[4], memory[5]
-    for _ in range(CHUNKS):
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.arrive(empty.index(slot))
-        slot, phase = advance(slot, phase, STAGES)
-    return slot, phase
+def halves(acc):
+    """A unit's sums for the first and for the second half of the tokens."""
+    half: gl.constexpr = acc.shape[1] // 2
+    layout: gl.constexpr = accumulator_layout(half)
+    first, second = gl.split(gl.permute(gl.reshape(acc, [64, 2, half]), [0, 2, 1]))
+    first = gl.convert_layout(first, layout, assert_trivial=True)
+    return first, gl.convert_layout(second, layout, assert_trivial=True)
