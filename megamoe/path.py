@@ -117,6 +117,18 @@ class SubStep:
     runtime_capacity: int
     num_rows_per_rank: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, path: Path, runtime_capacity: int, num_rows_per_rank: tuple[int, ...]) -> SubStep:
+        """The only piece of a layer call: all rows of every rank."""
+        return cls(
+            sub_step_idx=0,
+            start_row=0,
+            stop_row=max(num_rows_per_rank, default=0),
+            path=path,
+            runtime_capacity=runtime_capacity,
+            num_rows_per_rank=num_rows_per_rank,
+        )
+
     @property
     def max_rows(self) -> int:
         return max(self.num_rows_per_rank)

@@ -133,14 +133,7 @@ def run_gemms(
     rows, words = references.quantize(layout, x, ids, routing)
     want = references.dispatch(layout, 0, [words], capacity=None, tile_shift=block_m.bit_length() - 1)
     plan = replace(plan_launch(shape, num_rows, NUM_CUS), block_m=block_m)
-    sub_step = SubStep(
-        sub_step_idx=0,
-        start_row=0,
-        stop_row=num_rows,
-        path=Path.COMPACT,
-        runtime_capacity=256,
-        num_rows_per_rank=(num_rows,),
-    )
+    sub_step = SubStep.whole(Path.COMPACT, 256, (num_rows,))
     launch = Launch(
         slot_idx=0,
         epoch=1,

@@ -174,10 +174,7 @@ def test_bytes_sent_are_those_that_left() -> None:
 
 
 def sub_step(counts: tuple[int, ...], capacity: int = 16) -> SubStep:
-    return SubStep(
-        sub_step_idx=0, start_row=0, stop_row=max(counts, default=0), path=Path.SMALL_M, runtime_capacity=capacity,
-        num_rows_per_rank=counts,
-    )  # fmt: skip
+    return SubStep.whole(Path.SMALL_M, capacity, counts)
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,7 @@ def layout_of(capacity: int = 16):
 
 
 def launch_of(slot_idx: int, buffer_idx: int, *, refused: bool = False) -> Launch:
-    sub_step = SubStep(
-        sub_step_idx=0,
-        start_row=0,
-        stop_row=5,
-        path=Path.COMPACT,
-        runtime_capacity=16,
-        num_rows_per_rank=(5, 0, 1, 2, 3, 4, 5, 0),
-    )
+    sub_step = SubStep.whole(Path.COMPACT, 16, (5, 0, 1, 2, 3, 4, 5, 0))
     return Launch(
         slot_idx=slot_idx,
         epoch=0xFFFFFFFE,

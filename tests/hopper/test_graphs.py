@@ -20,14 +20,7 @@ BUNDLE = plan_bundle(
 
 def sub_step(path: Path, rows: int) -> SubStep:
     capacity = min(c for c in BUNDLE.capacities(path) if c >= rows)
-    return SubStep(
-        sub_step_idx=0,
-        start_row=0,
-        stop_row=rows,
-        path=path,
-        runtime_capacity=capacity,
-        num_rows_per_rank=(rows, 0),
-    )
+    return SubStep.whole(path, capacity, (rows, 0))
 
 
 def test_a_slot_that_is_bound_anew_loses_its_graphs_and_no_others() -> None:

@@ -22,14 +22,7 @@ BUNDLE = plan_bundle(Deployment(shape=SHAPE, backend="hopper", max_tokens_per_ra
 
 
 def launch_of(path: Path = Path.COMPACT, *, closing: bool = False) -> Launch:
-    sub_step = SubStep(
-        sub_step_idx=0,
-        start_row=0,
-        stop_row=5,
-        path=path,
-        runtime_capacity=16,
-        num_rows_per_rank=(5, 0, 1, 2),
-    )
+    sub_step = SubStep.whole(path, 16, (5, 0, 1, 2))
     return Launch(
         slot_idx=2, epoch=77, buffer_idx=1, sub_step=sub_step, closing=closing, refused=False, deadline_s=0.0
     )

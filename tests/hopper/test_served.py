@@ -82,9 +82,7 @@ def test_graphs_are_of_a_binding_a_path_and_a_bucket() -> None:
         closing: bool = False,
         quantized: bool = False,
     ):
-        sub_step = SubStep(
-            sub_step_idx=0, start_row=0, stop_row=rows, path=path, runtime_capacity=64, num_rows_per_rank=(rows, 0)
-        )  # fmt: skip
+        sub_step = SubStep.whole(path, 64, (rows, 0))
         launch = Launch(
             slot_idx=slot, epoch=5, buffer_idx=1, sub_step=sub_step, closing=closing, refused=False, deadline_s=0.0
         )  # fmt: skip

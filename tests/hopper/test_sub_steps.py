@@ -133,9 +133,7 @@ class Graphs:
 
 
 def launch_of(path: Path, rows: int, *, epoch: int = 3, closing: bool = False) -> Launch:
-    sub_step = SubStep(
-        sub_step_idx=0, start_row=0, stop_row=rows, path=path, runtime_capacity=16, num_rows_per_rank=(rows,)
-    )
+    sub_step = SubStep.whole(path, 16, (rows,))
     return Launch(
         slot_idx=0,
         epoch=epoch,

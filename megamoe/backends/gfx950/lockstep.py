@@ -125,14 +125,7 @@ class Ranks:
         `finish`."""
         counts = tuple(batch.num_rows for batch in batches)
         capacity = plan_bundle(self.deployment).capacities(path)[-1]
-        sub_step = SubStep(
-            sub_step_idx=0,
-            start_row=0,
-            stop_row=max(counts),
-            path=path,
-            runtime_capacity=capacity,
-            num_rows_per_rank=counts,
-        )
+        sub_step = SubStep.whole(path, capacity, counts)
         outs = []
         for rank, backend in enumerate(self.backends):
             batch = MoeBatch.empty(self.shape) if rank in refusing else batches[rank]

@@ -71,14 +71,7 @@ class Lockstep:
         those that are served."""
         counts = tuple(batch.num_rows for batch in batches)
         capacity = min(c for c in self.bundle.capacities(path) if c >= max(counts))
-        sub_step = SubStep(
-            sub_step_idx=0,
-            start_row=0,
-            stop_row=max(counts),
-            path=path,
-            runtime_capacity=capacity,
-            num_rows_per_rank=counts,
-        )
+        sub_step = SubStep.whole(path, capacity, counts)
         launch = Launch(
             slot_idx=0,
             epoch=epoch,

@@ -97,10 +97,7 @@ def measure(kernel: str, block_m: int, hidden: int = HIDDEN, intermediate: int =
         )
         ids = torch.zeros(block_m, 1, dtype=torch.int32)
         batch = MoeBatch.of(shape, torch.zeros(block_m, shape.hidden).bfloat16(), ids, torch.ones(block_m, 1))
-        sub_step = SubStep(
-            sub_step_idx=0, start_row=0, stop_row=block_m, path=Path.COMPACT, runtime_capacity=256,
-            num_rows_per_rank=(block_m,),
-        )  # fmt: skip
+        sub_step = SubStep.whole(Path.COMPACT, 256, (block_m,))
         launch = Launch(
             slot_idx=0, epoch=1, buffer_idx=0, sub_step=sub_step, closing=False, refused=False,
             deadline_s=time.monotonic() + 60,

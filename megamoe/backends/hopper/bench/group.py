@@ -137,14 +137,7 @@ class GroupBench:
 
     def new_epochs(self) -> None:
         """Control blocks with epochs that no launch has had; nothing may be under way."""
-        sub_step = SubStep(
-            sub_step_idx=0,
-            start_row=0,
-            stop_row=max(self.counts),
-            path=self.path,
-            runtime_capacity=self.bundle.deployment.max_tokens_per_rank,
-            num_rows_per_rank=self.counts,
-        )
+        sub_step = SubStep.whole(self.path, self.bundle.deployment.max_tokens_per_rank, self.counts)
         for call in range(len(self.ranks[0].pinned)):
             self._epoch += 1
             launch = Launch(

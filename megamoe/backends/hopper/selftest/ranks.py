@@ -137,14 +137,7 @@ class Ranks:
 
     def _launch(self, case: Case, number: int, deadline_s: float, *, refused: bool = False) -> Launch:
         capacity = min(c for c in self.bundle.capacities(case.path) if c >= max(case.num_rows_per_rank))
-        sub_step = SubStep(
-            sub_step_idx=0,
-            start_row=0,
-            stop_row=max(case.num_rows_per_rank),
-            path=case.path,
-            runtime_capacity=capacity,
-            num_rows_per_rank=case.num_rows_per_rank,
-        )
+        sub_step = SubStep.whole(case.path, capacity, case.num_rows_per_rank)
         return Launch(
             slot_idx=case.slot_idx,
             epoch=number % (1 << 32),
