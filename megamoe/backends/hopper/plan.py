@@ -21,8 +21,12 @@ STREAM_COSTS = (12, 14, 17)
 """Time of a streaming tile for entries of up to 8, 16 and 24 rows, relative. One more MMA a step each: 265 and 315 us
 for 48 experts' GEMM1 at 8 and 16 rows (V4-Pro, H200)."""
 WIDEST_ROWS = 8 * len(STREAM_COSTS)
+HALVED_UP_TO = 4
+"""Streaming tiles a program up to which they may be halved, where that leaves the slowest program less to do."""
 ENTRY_WORDS = 4
-"""A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, unused."""
+"""A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, complete tiles of GEMM1."""
+ENTRY_DONE = 3
+"""Word of an entry, zeroed when it is written; counted on small_m only."""
 COUNTER_WORDS = 16
 INDEX_PART = 256
 """Rows that are counted together in large steps."""
@@ -65,7 +69,7 @@ def _place_at(cost: int, numbers: tuple[int, int, int]) -> int:
 
 def stream_range(slot: int, num_slots: int, num_tiles: tuple[int, int, int]) -> tuple[int, int]:
     """Tiles [first, stop) of one multiprocessor by equal cost; num_tiles: of entries of up to 8, 16 and 24 rows, which
-    are numbered in that order (device code: stream_loop.tile_range). Contiguous, so that tiles of an expert find its
+    are numbered in that order (device code: turns.tile_range). Contiguous, so that tiles of an expert find its
     tokens in L1."""
 
     total = sum(number * each for number, each in zip(num_tiles, STREAM_COSTS, strict=True))
@@ -74,18 +78,33 @@ def stream_range(slot: int, num_slots: int, num_tiles: tuple[int, int, int]) -> 
     )
 
 
+def halves_tiles(num_tiles: tuple[int, int, int], num_programs: int) -> bool:
+    """Whether the streaming kernel takes tiles in halves, so that its slowest program has less to do: where there are
+    few tiles, all of entries of up to 8 rows. num_tiles: as for stream_range (device code: turns.halved)."""
+    narrow, *wider = num_tiles
+    rounds, half_rounds = -(-narrow // num_programs), -(-2 * narrow // num_programs)
+    return not any(wider) and rounds <= HALVED_UP_TO and half_rounds < 2 * rounds
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
-    """Streaming kernel: warps of a thread block and blocks a multiprocessor (prototype's optimum on an H200)."""
+    """Warps of a thread block and blocks a multiprocessor (prototype's optimum on an H200)."""
 
     warps: int
     occupancy: int
+
+    @property
+    def registers(self) -> int:
+        """A thread's, so that all blocks are there at once."""
+        return (1 << 16) // (32 * self.warps * self.occupancy)
 
 
 GEMM1_STREAM = StreamPlan(warps=8, occupancy=2)
 GEMM2_STREAM = StreamPlan(warps=4, occupancy=4)
 SMALL_M = StreamPlan(warps=8, occupancy=2)
 """Both GEMMs, and all else, in one launch: also what the tiled kernel with up to 64 tokens needs."""
+FRONT = StreamPlan(warps=8, occupancy=4)
+"""small_m's launch before the ring kernel."""
 
 
 SHARED_BYTES = 228 * 1024
@@ -237,8 +256,11 @@ def plan_gemms(
 def plan_small_m(
     shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
 ) -> GemmPlan:
-    """For the one launch of small_m, whose thread blocks have the registers of SMALL_M: no ring."""
-    gemms = _streaming_and_tiled(_mean_rows(shape, max_rows), batch_invariant, fp8_rows)
+    """For small_m: where the ring kernel serves, that; else one launch, whose thread blocks have the registers of
+    SMALL_M."""
+    gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows)
+    if gemms.is_ring:
+        return gemms
     # Where streaming is the rule, its tokens need L1; FP8 rows are quantized in shared memory.
     narrow = fp8_rows or gemms.stream_max_rows == STREAM_LIMIT
     block_n = MIN_BLOCK_N if narrow else min(gemms.block_n, SMALL_M_BLOCK_N)

@@ -10,15 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.backends.hopper.device import stream_loop as stream
+from megamoe.backends.hopper.device import stream_tiles
 from megamoe.backends.hopper.device import wgmma_loop as tiled
 from megamoe.backends.hopper.device.chain import after_previous_gluon
 from megamoe.backends.hopper.device.mx_gluon import mxfp8_rounded, mxfp8_rounded_columns
-from megamoe.backends.hopper.device.stream_loop import (
-    ROW_HALVES,
-    TOKEN_BLOCK_BYTES,
-    TOKEN_CHUNK_BYTES,
-    UNIT_BYTES,
-)
+from megamoe.backends.hopper.device.stream_loop import TOKEN_BLOCK_BYTES, TOKEN_CHUNK_BYTES
 
 FEATURES: gl.constexpr = gl.constexpr(64)
 """Features of a tile of 128 packed rows: two MX blocks."""
@@ -34,19 +30,20 @@ def swiglu(gate, up, limit):
 
 
 @gluon.jit
-def _finish_stream(
+def _store_stream(
     acc, factor, limit, image, block, group, rows, CHUNKS_OUT: gl.constexpr, WARPS: gl.constexpr,
-    BLOCKS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    BLOCKS: gl.constexpr, HALVES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """Sum, SwiGLU, round, and store one tile's 64 features of COUNT blocks of 8 tokens into GEMM2's image."""
-    layout: gl.constexpr = stream.sum_layout(WARPS, COUNT, FEATURES)
-    gate = stream.sum_groups(stream.half_rows(acc, 0, WARPS, BLOCKS, FIRST, COUNT), layout) * factor
-    up = stream.sum_groups(stream.half_rows(acc, 1, WARPS, BLOCKS, FIRST, COUNT), layout) * factor
-    value = mxfp8_rounded(swiglu(gate, up, limit), 8 * COUNT, FEATURES).to(gl.bfloat16)
+    """Sum, SwiGLU, round, and store a tile's features of COUNT blocks of 8 tokens into GEMM2's image."""
+    features: gl.constexpr = FEATURES // 2 * HALVES
+    layout: gl.constexpr = stream.sum_layout(WARPS // HALVES, COUNT, features, WARPS)
+    gate = stream.sum_groups(stream.half_rows(acc, 0, WARPS, BLOCKS, HALVES, FIRST, COUNT), layout) * factor
+    up = stream.sum_groups(stream.half_rows(acc, 1, WARPS, BLOCKS, HALVES, FIRST, COUNT), layout) * factor
+    value = mxfp8_rounded(swiglu(gate, up, limit), 8 * COUNT, features).to(gl.bfloat16)
     out: gl.constexpr = gl.SliceLayout(0, layout)
     value = gl.convert_layout(value, out)
     token = FIRST * 8 + gl.arange(0, 8 * COUNT, layout=gl.SliceLayout(1, out))
-    feature = group * FEATURES + gl.arange(0, FEATURES, layout=gl.SliceLayout(0, out))
+    feature = group * features + gl.arange(0, features, layout=gl.SliceLayout(0, out))
     # chunk, 32-block t and position in it -> where stream.multiply looks for it
     column = (feature // 128) * (TOKEN_CHUNK_BYTES // 2) + (feature // 32 % 4) * 8
     column += (feature % 32 // 8) * 256 + feature % 8
@@ -57,63 +54,18 @@ def _finish_stream(
 
 
 @gluon.jit
-def _stream_tile(
-    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image, block, group, rows,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+def finish_stream(
+    acc, factor, block, group, rows, entry, rest, CHUNKS_OUT: gl.constexpr,
+    WARPS: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile for entries of up to 8 * BLOCKS rows and finish it; returns the next tile's first words."""
-    words, scales, acc = stream.multiply(
-        words, scales, lane, chunks, this_tile, next_tile, CHUNKS, WARPS, BLOCKS
-    )
+    """A streaming tile into GEMM2's image, see stream.tiles."""
+    image, limit = rest
     count: gl.constexpr = 1 if BLOCKS == 1 else 2
-    _finish_stream(acc, factor, limit, image, block, group, rows, CHUNKS_OUT, WARPS, BLOCKS, 0, count)
-    if BLOCKS > 2:
-        _finish_stream(
-            acc, factor, limit, image, block, group, rows, CHUNKS_OUT, WARPS, BLOCKS, 2, BLOCKS - 2
-        )
-    return words, scales
-
-
-@gluon.jit
-def stream_tiles(
-    image_out, units, out_factor, image, work, limit, first, stop,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Every OCCUPANCY-th tile from `first` to `stop`; tiles are (entry, 128 packed rows). work: int32 [entries, 4]:
-    expert, image block, rows, unused."""
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    tid = gl.arange(0, 32 * WARPS, layout=threads)
-    warp = tid >> 5
-    lane = tid & 31
-    if first < stop:
-        weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
-        tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
-        words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
-        for tile in range(first, stop, OCCUPANCY):
-            entry = work + tile // GROUPS * 4
-            block = gl.load(entry + 1)
-            rows = gl.load(entry + 2)
-            factor = gl.load(out_factor + gl.load(entry))
-            following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
-            this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
-            next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
-            chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
-            if rows > 16:
-                words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block,
-                    tile % GROUPS, rows, CHUNKS, CHUNKS_OUT, WARPS, 3,
-                )  # fmt: skip
-            elif rows > 8:
-                words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block,
-                    tile % GROUPS, rows, CHUNKS, CHUNKS_OUT, WARPS, 2,
-                )  # fmt: skip
-            else:
-                words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, limit, image_out, block,
-                    tile % GROUPS, rows, CHUNKS, CHUNKS_OUT, WARPS, 1,
-                )  # fmt: skip
+    for first in gl.static_range(0, BLOCKS, count):
+        _store_stream(
+            acc, factor, limit, image, block, group, rows, CHUNKS_OUT, WARPS, BLOCKS, HALVES, first,
+            count if first + count <= BLOCKS else 1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -123,10 +75,9 @@ def gemm1_stream_kernel(
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     after_previous_gluon()
-    first, stop = stream.tile_range(counters, num_slots, GROUPS)
-    stream_tiles(
-        image_out, units, out_factor, image, work, limit, first, stop, CHUNKS, CHUNKS_OUT,
-        GROUPS, OCCUPANCY, WARPS,
+    stream_tiles.all_tiles(
+        units, out_factor, image, work, counters, num_slots, finish_stream, (image_out, limit), CHUNKS_OUT,
+        CHUNKS, GROUPS, OCCUPANCY, WARPS,
     )  # fmt: skip
 
 
@@ -168,13 +119,13 @@ def _finish_part(acc, factor, row, group, rows, rest, COLUMNS_OUT: gl.constexpr)
 
 @gluon.jit
 def tiled_tiles(
-    image_out, units, out_factor, boxes, work, num_entries, limit, num_programs,
-    CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr,
+    image_out, units, out_factor, boxes, work, num_entries, limit, place, num_programs, CHUNKS: gl.constexpr,
+    CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, CLOSES: gl.constexpr,
 ):  # fmt: skip
     """See tiled.persistent."""
     tiled.persistent(
-        boxes, units, out_factor, work, num_entries, num_programs, _finish_part, (image_out, limit),
-        CHUNKS, GROUPS, TILES, CHUNKS_OUT * 128,
+        boxes, units, out_factor, work, num_entries, place, num_programs, _finish_part, (image_out, limit),
+        CHUNKS, GROUPS, TILES, CHUNKS_OUT * 128, CLOSES,
     )  # fmt: skip
 
 
@@ -186,5 +137,5 @@ def gemm1_tiled_kernel(
     after_previous_gluon()
     tiled_tiles(
         image_out, units, out_factor, tiled.boxes_of(box256, box128, box64, box32), work, num_entries, limit,
-        num_programs, CHUNKS, CHUNKS_OUT, GROUPS, TILES,
+        gl.program_id(0), num_programs, CHUNKS, CHUNKS_OUT, GROUPS, TILES, False,
     )  # fmt: skip

@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.backends.hopper.device import stream_loop as stream
+from megamoe.backends.hopper.device import stream_tiles
 from megamoe.backends.hopper.device import wgmma_loop as tiled
 from megamoe.backends.hopper.device.chain import after_previous_gluon
 from megamoe.backends.hopper.device.mx_gluon import mx_exponents, power_of_two
-from megamoe.backends.hopper.device.stream_loop import ROW_HALVES, TOKEN_CHUNK_BYTES, UNIT_BYTES
 
 
 @gluon.jit
@@ -51,74 +51,32 @@ def store_rows(
 
 
 @gluon.jit
-def _finish_stream(
+def _store_stream(
     acc, factor, row_address, row_weight, block, group, rows, HIDDEN: gl.constexpr, FP8: gl.constexpr,
-    WARPS: gl.constexpr, BLOCKS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    WARPS: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = stream.sum_layout(WARPS, COUNT, 128)
-    y = stream.sum_groups(stream.all_rows(acc, WARPS, BLOCKS, FIRST, COUNT), layout) * factor
-    store_rows(y, row_address, row_weight, block * 16 + FIRST * 8, rows - FIRST * 8, group * 128, HIDDEN, FP8)
+    width: gl.constexpr = 64 * HALVES
+    layout: gl.constexpr = stream.sum_layout(WARPS // HALVES, COUNT, width, WARPS)
+    y = stream.sum_groups(stream.all_rows(acc, WARPS, BLOCKS, HALVES, FIRST, COUNT), layout) * factor
+    store_rows(
+        y, row_address, row_weight, block * 16 + FIRST * 8, rows - FIRST * 8, group * width, HIDDEN, FP8
+    )
 
 
 @gluon.jit
-def _stream_tile(
-    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block, group, rows,
-    HIDDEN: gl.constexpr, FP8: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+def finish_stream(
+    acc, factor, block, group, rows, entry, rest, OPTIONS: gl.constexpr,
+    WARPS: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile for entries of up to 8 * BLOCKS rows and finish it; returns the next tile's first words."""
-    words, scales, acc = stream.multiply(
-        words, scales, lane, chunks, this_tile, next_tile, CHUNKS, WARPS, BLOCKS
-    )
+    """A streaming tile to its rows' sources, see stream.tiles. OPTIONS: HIDDEN, FP8."""
+    row_address, row_weight = rest
     # More warps, more partial sums: two blocks at once would take L1 from the tokens.
     count: gl.constexpr = 1 if BLOCKS == 1 or WARPS > 4 else 2
     for first in gl.static_range(0, BLOCKS, count):
-        _finish_stream(
-            acc, factor, row_address, row_weight, block, group, rows, HIDDEN, FP8, WARPS, BLOCKS,
+        _store_stream(
+            acc, factor, row_address, row_weight, block, group, rows, OPTIONS[0], OPTIONS[1], WARPS, BLOCKS, HALVES,
             first, count if first + count <= BLOCKS else 1,
         )  # fmt: skip
-    return words, scales
-
-
-@gluon.jit
-def stream_tiles(
-    row_address, row_weight, units, out_factor, image, work, first, stop,
-    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr,
-    OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Every OCCUPANCY-th tile from `first` to `stop`; tiles are (entry, 128 features of the hidden dimension).
-    work: as for GEMM1."""
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    tid = gl.arange(0, 32 * WARPS, layout=threads)
-    warp = tid >> 5
-    lane = tid & 31
-    if first < stop:
-        weights = units.to(gl.int64) + (warp * UNIT_BYTES + lane * 16).to(gl.int64)
-        tokens = image.to(gl.int64) + (warp // ROW_HALVES * TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
-        words, scales = stream.load_unit(stream.tile_address(weights, work, first, GROUPS, CHUNKS), lane)
-        for tile in range(first, stop, OCCUPANCY):
-            entry = work + tile // GROUPS * 4
-            block = gl.load(entry + 1)
-            rows = gl.load(entry + 2)
-            factor = gl.load(out_factor + gl.load(entry))
-            following = gl.where(tile + OCCUPANCY < stop, tile + OCCUPANCY, tile)
-            this_tile = stream.tile_address(weights, work, tile, GROUPS, CHUNKS)
-            next_tile = stream.tile_address(weights, work, following, GROUPS, CHUNKS)
-            chunks = tokens + block.to(gl.int64) * (CHUNKS * TOKEN_CHUNK_BYTES)
-            if rows > 16:
-                words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
-                    tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 3,
-                )  # fmt: skip
-            elif rows > 8:
-                words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
-                    tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 2,
-                )  # fmt: skip
-            else:
-                words, scales = _stream_tile(
-                    words, scales, lane, chunks, this_tile, next_tile, factor, row_address, row_weight, block,
-                    tile % GROUPS, rows, HIDDEN, FP8, CHUNKS, WARPS, 1,
-                )  # fmt: skip
 
 
 @gluon.jit
@@ -128,10 +86,9 @@ def gemm2_stream_kernel(
     OCCUPANCY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     after_previous_gluon()
-    first, stop = stream.tile_range(counters, num_slots, GROUPS)
-    stream_tiles(
-        row_address, row_weight, units, out_factor, image, work, first, stop, HIDDEN,
-        CHUNKS, GROUPS, FP8, OCCUPANCY, WARPS,
+    stream_tiles.all_tiles(
+        units, out_factor, image, work, counters, num_slots, finish_stream, (row_address, row_weight),
+        (HIDDEN, FP8), CHUNKS, GROUPS, OCCUPANCY, WARPS,
     )  # fmt: skip
 
 
@@ -157,13 +114,13 @@ def _finish_part(acc, factor, row, group, rows, rest, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def tiled_tiles(
-    row_address, row_weight, units, out_factor, boxes, work, num_entries, num_programs,
-    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr, TILES: gl.constexpr,
+    row_address, row_weight, units, out_factor, boxes, work, num_entries, place, num_programs, HIDDEN: gl.constexpr,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr, TILES: gl.constexpr, CLOSES: gl.constexpr,
 ):  # fmt: skip
     """See tiled.persistent."""
     tiled.persistent(
-        boxes, units, out_factor, work, num_entries, num_programs, _finish_part, (row_address, row_weight),
-        CHUNKS, GROUPS, TILES, (HIDDEN, FP8),
+        boxes, units, out_factor, work, num_entries, place, num_programs, _finish_part, (row_address, row_weight),
+        CHUNKS, GROUPS, TILES, (HIDDEN, FP8), CLOSES,
     )  # fmt: skip
 
 
@@ -175,5 +132,5 @@ def gemm2_tiled_kernel(
     after_previous_gluon()
     tiled_tiles(
         row_address, row_weight, units, out_factor, tiled.boxes_of(box256, box128, box64, box32), work, num_entries,
-        num_programs, HIDDEN, CHUNKS, GROUPS, FP8, TILES,
+        gl.program_id(0), num_programs, HIDDEN, CHUNKS, GROUPS, FP8, TILES, False,
     )  # fmt: skip

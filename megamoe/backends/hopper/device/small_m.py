@@ -2,8 +2,10 @@
 
 All thread blocks are on the device at once and go through the stages together. Inside a rank they wait for each other
 by counters (sync.py); ranks wait only for the flags of those whose rows they need. Slots are reserved, as on
-fixed_slot, so that rows travel before anybody has counted anything. While rows are being expanded, and while slower
-thread blocks finish GEMM1, the weights that come next are already on their way into L2.
+fixed_slot, so that rows travel before anybody has counted anything. While rows are being expanded, the weights that
+come next are already on their way into L2.
+
+Where the ring kernel serves, this launch ends when rows are expanded, and the other paths' GEMMs and combine follow.
 
 The stages themselves are those of the other paths; what is here is their indices in Gluon's layouts.
 """
@@ -19,17 +21,13 @@ from megamoe.backends.hopper.device import (
     dispatch,
     expand,
     flags,
-    gemm1,
-    gemm2,
     identity,
     index,
-    prefetch,
     sync,
 )
-from megamoe.backends.hopper.device import stream_loop as stream
+from megamoe.backends.hopper.device import small_m_gemms as gemms
+from megamoe.backends.hopper.device.chain import after_previous_gluon
 
-WARPS: gl.constexpr = gl.constexpr(plan.SMALL_M.warps)
-OCCUPANCY: gl.constexpr = gl.constexpr(plan.SMALL_M.occupancy)
 LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [plan.SMALL_M.warps], [0]))
 LANES: gl.constexpr = gl.constexpr(gl.BlockedLayout([8], [32], [plan.SMALL_M.warps], [0]))
 NUM_LANES: gl.constexpr = gl.constexpr(8 * 32 * plan.SMALL_M.warps)
@@ -42,7 +40,6 @@ PLACES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [plan.SMAL
 """[16-byte places of an image, 4 words]"""
 BY_PLACE: gl.constexpr = gl.constexpr(gl.SliceLayout(1, PLACES.value))
 IN_PLACE: gl.constexpr = gl.constexpr(gl.SliceLayout(0, PLACES.value))
-NUM_TILED: gl.constexpr = gl.constexpr(plan.Counter.NUM_TILED_ENTRIES)
 PIECE: gl.constexpr = gl.constexpr(1024)
 """Columns of dispatch and combine."""
 SUB_PIECE: gl.constexpr = gl.constexpr(512)
@@ -163,19 +160,19 @@ def _sum(
     HIDDEN: gl.constexpr, RESULT_STRIDE: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Wait for all owners' results, and add up this rank's rows."""
-    if gl.program_id(0) == 0:
+    num_rows = gl.load(control + combine.NUM_ROWS).to(gl.int32)
+    PIECES: gl.constexpr = (HIDDEN + PIECE - 1) // PIECE
+    ok = gl.to_tensor(False)
+    # Each that has something to sum looks for itself: a round of counting less.
+    if gl.program_id(0) < gl.maximum(num_rows * PIECES, 1):
         ok, words = flags.wait(control, bases, flags.RETURN_FLAG, (1 << NUM_RANKS) - 1, own_rank, rank)
-        if ok:
+        if ok & (gl.program_id(0) == 0):
             combine.note_peers(control, words, rank)
-        sync.arrive(control + sync.ANSWERED)
-    sync.await_count(control + sync.ANSWERED, 1)
-    if gl.load(control + flags.FAILED, volatile=True) == 0:
+    if ok:
         ids = gl.load(control + combine.IDS_PTR).to(gl.pointer_type(gl.int32))
         weights = gl.load(control + combine.WEIGHTS_PTR).to(gl.pointer_type(gl.float32))
         out = dispatch.aligned(gl.load(control + combine.OUT_PTR)).to(gl.pointer_type(gl.bfloat16))
         results = combine.results_of(control, bases, own_rank)
-        num_rows = gl.load(control + combine.NUM_ROWS).to(gl.int32)
-        PIECES: gl.constexpr = (HIDDEN + PIECE - 1) // PIECE
         for item in range(gl.program_id(0), num_rows * PIECES, gl.num_programs(0)):
             token, block, column = _piece(item, PIECES)
             combine.sum_piece(
@@ -184,23 +181,41 @@ def _sum(
             )  # fmt: skip
 
 
-@gluon.jit
-def _meet(counter, has_tiles):
-    """All thread blocks of the rank wait for each other."""
-    if has_tiles:
-        sync.fence_proxies()
-    sync.arrive(counter)
-    sync.await_count(counter, gl.num_programs(0))
-    if has_tiles:
-        sync.fence_proxies()
+@gluon.jit(do_not_specialize=["own_rank", "stream_max_rows"])
+def front_kernel(
+    control, bases, image,
+    row_slot, row_address, row_weight, block_info, work, stream_offset, tiled_offset, stream_max_rows, own_rank,
+    NUM_RANKS: gl.constexpr, NUM_TOPK: gl.constexpr, EXPERTS_PER_RANK: gl.constexpr,
+    HIDDEN: gl.constexpr, ROW_BYTES: gl.constexpr, META_WORDS: gl.constexpr, META_BLOCK: gl.constexpr,
+    RESULT_STRIDE: gl.constexpr, RESULT_BYTES: gl.constexpr, SLOTS: gl.constexpr, BINS: gl.constexpr,
+    COLUMNS: gl.constexpr, WIDTHS: gl.constexpr, CUTS: gl.constexpr, FP8: gl.constexpr, IDENTITY: gl.constexpr,
+):  # fmt: skip
+    """What comes before the GEMMs, for where these are the ring kernel. COLUMNS: of the image."""
+    after_previous_gluon()
+    rank = gl.arange(0, NUM_RANKS, layout=LINE)
+    _send(
+        control, bases, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, ROW_BYTES, META_WORDS,
+        META_BLOCK,
+    )  # fmt: skip
+    _list_rows(
+        control, bases, row_slot, row_address, row_weight, block_info, work, stream_offset, tiled_offset,
+        stream_max_rows, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE,
+        RESULT_BYTES, WIDTHS, CUTS, SLOTS, BINS,
+    )  # fmt: skip
+    if gl.load(control + flags.FAILED, volatile=True) == 0:
+        if IDENTITY:
+            _identity(
+                control, bases, row_slot, row_address, row_weight, block_info, work, own_rank, HIDDEN, ROW_BYTES, FP8
+            )  # fmt: skip
+        else:
+            _expand(control, bases, image, row_slot, block_info, work, own_rank, HIDDEN, ROW_BYTES, COLUMNS)
 
 
 @gluon.jit(do_not_specialize=["own_rank", "stream_max_rows", "num_slots"])
 def small_m_kernel(
     control, bases, image, middle, image_tokens, middle_tokens,
-    row_slot, row_address, row_weight, block_info, work,
-    w13, w13_factor, w2, w2_factor,
-    limit, stream_offset, tiled_offset, stream_max_rows, num_slots, own_rank,
+    row_slot, row_address, row_weight, block_info, work, stream_offset, tiled_offset, stream_max_rows,
+    w13, w13_factor, w2, w2_factor, limit, num_slots, own_rank,
     NUM_RANKS: gl.constexpr, NUM_TOPK: gl.constexpr, EXPERTS_PER_RANK: gl.constexpr,
     HIDDEN: gl.constexpr, ROW_BYTES: gl.constexpr, META_WORDS: gl.constexpr, META_BLOCK: gl.constexpr,
     RESULT_STRIDE: gl.constexpr, RESULT_BYTES: gl.constexpr, SLOTS: gl.constexpr, BINS: gl.constexpr,
@@ -210,6 +225,7 @@ def small_m_kernel(
     """Tables, images and entries are those of the other paths (buffers.py, plan.py); *_tokens: TMA descriptors of the
     images. num_slots: multiprocessors of this rank, each with OCCUPANCY thread blocks. Suffixes 1 and 2: of GEMM1 and
     GEMM2."""
+    after_previous_gluon()
     rank = gl.arange(0, NUM_RANKS, layout=LINE)
     _send(
         control, bases, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, ROW_BYTES, META_WORDS,
@@ -228,32 +244,15 @@ def small_m_kernel(
         else:
             stream_work = work + stream_offset
             tiled_work = work + tiled_offset
-            # TMA reads the images only where the tiled kernel has work.
-            has_tiles = gl.load(work + NUM_TILED) != 0
-            first, stop = stream.tile_range(work, num_slots, GROUPS1)
-            prefetch.first_tile(w13, stream_work, tiled_work, work, first, stop, GROUPS1, CHUNKS1, LINE)
+            share = gemms.share_of(work, num_slots, GROUPS1, GROUPS2, CHUNKS1, CHUNKS2)
+            gemms.begin(share, w13, stream_work, tiled_work, GROUPS1, CHUNKS1)
             _expand(
                 control, bases, image, row_slot, block_info, work, own_rank, HIDDEN, ROW_BYTES, CHUNKS1 * 128
             )
-            _meet(control + sync.EXPANDED, has_tiles)
-            gemm1.stream_tiles(
-                middle, w13, w13_factor, image, stream_work, limit, first, stop,
-                CHUNKS1, CHUNKS2, GROUPS1, OCCUPANCY, WARPS,
-            )  # fmt: skip
-            gemm1.tiled_tiles(
-                middle, w13, w13_factor, (image_tokens,), tiled_work, work + NUM_TILED, limit, gl.num_programs(0),
-                CHUNKS1, CHUNKS2, GROUPS1, TILES,
-            )  # fmt: skip
-            first, stop = stream.tile_range(work, num_slots, GROUPS2)
-            prefetch.first_tile(w2, stream_work, tiled_work, work, first, stop, GROUPS2, CHUNKS2, LINE)
-            _meet(control + sync.MULTIPLIED, has_tiles)
-            gemm2.stream_tiles(
-                row_address, row_weight, w2, w2_factor, middle, stream_work, first, stop,
-                HIDDEN, CHUNKS2, GROUPS2, FP8, OCCUPANCY, WARPS,
-            )  # fmt: skip
-            gemm2.tiled_tiles(
-                row_address, row_weight, w2, w2_factor, (middle_tokens,), tiled_work, work + NUM_TILED,
-                gl.num_programs(0), HIDDEN, CHUNKS2, GROUPS2, FP8, TILES,
+            gemms.multiply(
+                share, control, image, middle, image_tokens, middle_tokens, row_address, row_weight,
+                work, stream_work, tiled_work, w13, w13_factor, w2, w2_factor, limit,
+                HIDDEN, CHUNKS1, CHUNKS2, GROUPS1, GROUPS2, 2 * BINS, TILES, FP8,
             )  # fmt: skip
     last = sync.arrive(control + sync.RETURNED) == gl.num_programs(0) - 1
     if last & (gl.load(control + flags.FAILED, volatile=True) == 0):

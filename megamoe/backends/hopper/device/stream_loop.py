@@ -1,9 +1,10 @@
-"""The streaming expert GEMM: up to 16 rows of an expert against 128 rows of its weights, `mma.sync`, DRAM-bound.
+"""The streaming expert GEMM: up to 24 rows of an expert against 128 rows of its weights, `mma.sync`, DRAM-bound.
 
 Weights never touch shared memory: every thread loads 16-byte pieces that are already MMA fragments (packing.py) and
 reloads each register for the next step right after its use, across tile borders too, so that loads are always in
-flight. A thread block is ROW_HALVES x k_groups warps; warps of one row half split K by chunks and are summed through
-shared memory in a fixed order.
+flight. A thread block is HALVES x k_groups warps; warps of one row half split K by chunks and are summed through
+shared memory in a fixed order. HALVES is 2, or 1 where there are so few tiles that halves of them, of 64 rows, keep
+more thread blocks busy (turns.halved); then K is split among twice as many warps.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.backends.hopper import fragments, packing, plan
+from megamoe.backends.hopper import fragments, packing
 
 UNIT_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_BYTES)
 WORD_BYTES: gl.constexpr = gl.constexpr(packing.UNIT_WORD_BYTES)
 TILES: gl.constexpr = gl.constexpr(packing.TILES_PER_UNIT)
-COST1: gl.constexpr = gl.constexpr(plan.STREAM_COSTS[0])
-COST2: gl.constexpr = gl.constexpr(plan.STREAM_COSTS[1])
-COST3: gl.constexpr = gl.constexpr(plan.STREAM_COSTS[2])
-ROW_HALVES: gl.constexpr = gl.constexpr(2)
+UNITS_PER_CHUNK: gl.constexpr = gl.constexpr(packing.ROW_GROUP // packing.UNIT_ROWS)
+"""Halves of the packed rows of a tile, next to each other."""
 TOKEN_BLOCK_BYTES: gl.constexpr = gl.constexpr(8 * packing.CHUNK * 2)
 """One chunk of 8 tokens, bf16: [4 pieces][lane][16 B]."""
 TOKEN_CHUNK_BYTES: gl.constexpr = gl.constexpr(2 * 8 * packing.CHUNK * 2)
@@ -123,31 +122,13 @@ def _mma(words, scale, tokens, acc, ODD: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _tile_at(cost, num1, num2):
-    """Tile at a cost from the start, where num1 tiles of COST1 come first, then num2 of COST2, then those of COST3."""
-    second = cost - num1 * COST1
-    third = second - num2 * COST2
-    beyond = gl.where(third < 0, num1 + second // COST2, num1 + num2 + third // COST3)
-    return gl.where(second < 0, cost // COST1, beyond)
-
-
-@gluon.jit
-def tile_range(counters, num_slots, GROUPS: gl.constexpr):
-    """First tile and end of this program: programs of one multiprocessor (slot) share a contiguous range of equal
-    cost (plan.stream_range). counters: numbers of entries of up to 8, 16 and 24 rows."""
-    num1 = gl.load(counters) * GROUPS
-    num2 = gl.load(counters + 1) * GROUPS
-    total = num1 * COST1 + num2 * COST2 + gl.load(counters + 2) * (GROUPS * COST3)
-    slot = gl.program_id(0) % num_slots
-    first = _tile_at(total * slot // num_slots, num1, num2) + gl.program_id(0) // num_slots
-    return first, _tile_at(total * (slot + 1) // num_slots, num1, num2)
-
-
-@gluon.jit
-def tile_address(weights, work, tile, GROUPS: gl.constexpr, CHUNKS: gl.constexpr):
+def tile_address(weights, work, tile, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, HALVES: gl.constexpr):
     """Address of a thread's first unit of a tile; weights: of its first unit of expert 0's first row group."""
-    expert = gl.load(work + tile // GROUPS * 4)
-    return weights + (expert * GROUPS + tile % GROUPS).to(gl.int64) * (CHUNKS * 2 * UNIT_BYTES)
+    tiles: gl.constexpr = GROUPS * UNITS_PER_CHUNK // HALVES
+    expert = gl.load(work + tile // tiles * 4)
+    half = tile % tiles * HALVES
+    group = (expert * GROUPS + half // UNITS_PER_CHUNK).to(gl.int64)
+    return weights + group * (CHUNKS * UNITS_PER_CHUNK * UNIT_BYTES) + half % UNITS_PER_CHUNK * UNIT_BYTES
 
 
 @gluon.jit
@@ -171,24 +152,30 @@ def _load_pieces(
 
 @gluon.jit
 def multiply(
-    words, scales, lane, tokens, this_tile, next_tile,
-    CHUNKS: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
+    words, scales, lane, tokens, at,
+    CHUNKS: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """One tile: 64 rows a warp times BLOCKS x 8 tokens over the warp's share of K.
 
-    words, scales: the tile's first unit, loaded. tokens, this_tile: this thread's addresses of its first token chunk
-    and unit; next_tile: of the unit that follows the tile. Returns the words and scales of next_tile, and the
-    accumulators: for each tile of 16 rows and block of 8 tokens (row g, tokens 2t and 2t + 1; row g + 8, the same).
+    words, scales: the tile's first unit, loaded. tokens: this thread's address of its first token chunk. at: addresses
+    of this tile's weights and of those that follow, 0 if nothing does, and the thread's offset in them. Returns words
+    and scales of what follows, and the accumulators: for each tile of 16 rows and block of 8 tokens (row g, tokens 2t
+    and 2t + 1; row g + 8, the same).
     """
-    steps: gl.constexpr = CHUNKS // (WARPS // ROW_HALVES)
+    k_groups: gl.constexpr = WARPS // HALVES
+    steps: gl.constexpr = CHUNKS // k_groups
     # Wide entries load tokens in smaller portions: their accumulators leave fewer registers.
     portions: gl.constexpr = 1 if BLOCKS <= 2 else 2
     acc = ()
     for _ in gl.static_range(TILES * BLOCKS * 4):
         acc = acc + (gl.full([32 * WARPS], 0.0, gl.float32, layout=lane.type.layout),)
+    here, beyond, offset = at
+    size: gl.constexpr = k_groups * UNITS_PER_CHUNK * UNIT_BYTES
+    # Where nothing follows, registers take the tile's last unit again, out of L2.
+    next_tile = gl.where(beyond == 0, here + (steps - 1) * size, beyond) + offset
     for step in range(steps):
-        chunk = tokens + step * (WARPS // ROW_HALVES * TOKEN_CHUNK_BYTES)
-        following = gl.where(step == steps - 1, next_tile, this_tile + (step + 1) * (WARPS * UNIT_BYTES))
+        chunk = tokens + step * (k_groups * TOKEN_CHUNK_BYTES)
+        following = gl.where(step == steps - 1, next_tile, here + offset + (step + 1) * size)
         new_words = ()
         for half in gl.static_range(2):
             for portion in gl.static_range(portions):
@@ -236,33 +223,39 @@ def half_rows(
     part: gl.constexpr,
     WARPS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    HALVES: gl.constexpr,
     FIRST: gl.constexpr,
     COUNT: gl.constexpr,
 ):
-    """Partial sums [K groups, 8 * COUNT tokens, 64] of blocks FIRST and on: rows g (part 0: gates) or g + 8 (part 1:
-    ups) of all tiles."""
+    """Partial sums [K groups, 8 * COUNT tokens, 32 * HALVES] of blocks FIRST and on: rows g (part 0: gates) or g + 8
+    (part 1: ups) of all tiles."""
     x = _half_rows(acc, FIRST, part, BLOCKS)
     if COUNT == 2:
         x = gl.join(x, _half_rows(acc, FIRST + 1, part, BLOCKS))
-    groups: gl.constexpr = WARPS // ROW_HALVES
-    x = gl.reshape(
-        x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, COUNT]
-    )  # K group, row half, g, t, token, tile, tile, block
+    groups: gl.constexpr = WARPS // HALVES
+    x = gl.reshape(x, [groups, HALVES, 8, 4, 2, 2, 2, COUNT])  # K group, half, g, t, token, tile, tile, block
     x = gl.permute(x, [0, 7, 3, 4, 1, 6, 5, 2])
-    return gl.reshape(x, [groups, 8 * COUNT, ROW_HALVES * 32])
+    return gl.reshape(x, [groups, 8 * COUNT, HALVES * 32])
 
 
 @gluon.jit
-def all_rows(acc, WARPS: gl.constexpr, BLOCKS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Partial sums [K groups, 8 * COUNT tokens, 128] of blocks FIRST and on: the rows in their packed order."""
+def all_rows(
+    acc,
+    WARPS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    HALVES: gl.constexpr,
+    FIRST: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """Partial sums [K groups, 8 * COUNT tokens, 64 * HALVES] of blocks FIRST and on: the rows in their packed order."""
     x = gl.join(_half_rows(acc, FIRST, 0, BLOCKS), _half_rows(acc, FIRST, 1, BLOCKS))
     if COUNT == 2:
         x = gl.join(x, gl.join(_half_rows(acc, FIRST + 1, 0, BLOCKS), _half_rows(acc, FIRST + 1, 1, BLOCKS)))
-    groups: gl.constexpr = WARPS // ROW_HALVES
-    # K group, row half, g, t, token, tile, tile, part, block
-    x = gl.reshape(x, [groups, ROW_HALVES, 8, 4, 2, 2, 2, 2, COUNT])
+    groups: gl.constexpr = WARPS // HALVES
+    # K group, half, g, t, token, tile, tile, part, block
+    x = gl.reshape(x, [groups, HALVES, 8, 4, 2, 2, 2, 2, COUNT])
     x = gl.permute(x, [0, 8, 3, 4, 1, 6, 5, 7, 2])
-    return gl.reshape(x, [groups, 8 * COUNT, ROW_HALVES * 64])
+    return gl.reshape(x, [groups, 8 * COUNT, HALVES * 64])
 
 
 @gluon.jit
@@ -274,8 +267,8 @@ def sum_groups(partial, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def sum_layout(warps, blocks, width):
-    """Layout of sum_groups for [K groups, 8 * blocks, width]: all K groups and a run of columns a thread."""
+def sum_layout(k_groups, blocks, width, warps):
+    """Layout of sum_groups for [k_groups, 8 * blocks, width]: all K groups and a run of columns a thread."""
     run = max(1, min(8, 8 * blocks * width // (32 * warps)))
     across = min(32, width // run)
-    return gl.BlockedLayout([warps // 2, 1, run], [1, 32 // across, across], [1, warps, 1], [2, 1, 0])
+    return gl.BlockedLayout([k_groups, 1, run], [1, 32 // across, across], [1, warps, 1], [2, 1, 0])
