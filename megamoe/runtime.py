@@ -134,8 +134,8 @@ class Runtime:
 
         Raises, alike on all ranks: PeerTimeoutError (ranks missing after timeout_s), PeerRefusedError (some rank
         refused). On this rank only, before anything is posted: StaleCallError (sequence done), InvalidArgumentError
-        (layer or plan impossible). A batch that does not fit the plan is InvalidArgumentError here and
-        PeerRefusedError elsewhere. After any of these the next sequence works.
+        (layer or plan impossible). A batch that does not fit the plan, and tensors on a device that is not this rank's,
+        are InvalidArgumentError here and PeerRefusedError elsewhere. After any of these the next sequence works.
         """
         sub_steps = self._begin(plan, layer_idx, sequence)
         number = self._next_sequence - 1
@@ -191,6 +191,23 @@ class Runtime:
             return InvalidArgumentError(
                 must_be("out", f"bfloat16 {list(wanted)}", f"{out.dtype} {list(out.shape)}")
             )
+        return None if batch is None else self._elsewhere(batch, out)
+
+    def _elsewhere(self, batch: MoeBatch, out: torch.Tensor | None) -> InvalidArgumentError | None:
+        """What is wrong with where tensors lie."""
+        device = self.backend.tensor_device
+        if device is None:
+            return None
+        for name, tensor in (
+            ("hidden_states", batch.hidden_states),
+            ("hidden_states_sf", batch.hidden_states_sf),
+            ("topk_ids", batch.topk_ids),
+            ("topk_weights", batch.topk_weights),
+            ("out", out),
+        ):
+            if tensor is not None and not tensor.is_cpu and tensor.device != device:
+                wanted = "the host" if device.type == "cpu" else f"the host or {device}"
+                return InvalidArgumentError(must_be(f"{name}.device", wanted, tensor.device))
         return None
 
     def _run(

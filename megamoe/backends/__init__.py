@@ -57,6 +57,10 @@ class Backend(Protocol):
     memory_kinds: tuple[MemoryKind, ...]
     """What `open_memory` opens: tensors in such memory may be rows and results of a sub-step."""
 
+    tensor_device: torch.device | None
+    """Where tensors of a sub-step may lie beside the host: a rank that faults on others would leave its peers waiting.
+    None: anywhere, they are copied as they come."""
+
     def open_memory(self, handle: MemoryHandle) -> OpenMemory:
         """Memory of another process for `begin`'s tensors. Asked only for kinds of memory_kinds.
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -157,6 +158,10 @@ def refusal_worker(rank: Rank) -> list[Any]:
             seen.append(error_of(lambda c=case: call(runtime, c, refusal=rank.rank in (3, 5)))[:3])
             short = MoeBatch.empty(SHAPE) if rank.rank == 3 else batch_of(case, SHAPE, rank.rank)
             seen.append(error_of(lambda b=short, p=path: runtime.forward(b, plan_for(ROWS, p), 0))[:3])
+            there = batch_of(case, SHAPE, rank.rank)
+            if rank.rank == 3:
+                there = replace(there, topk_ids=there.topk_ids.to("meta"))
+            seen.append(error_of(lambda b=there, p=path: runtime.forward(b, plan_for(ROWS, p), 0))[:3])
             assert torch.equal(call(runtime, case).hidden_states, good), (
                 "the next call is as if nothing happened"
             )
@@ -166,7 +171,7 @@ def refusal_worker(rank: Rank) -> list[Any]:
 def test_a_refusal_is_the_same_error_everywhere_and_the_next_call_works() -> None:
     values = run_ranks(8, refusal_worker)
     for rank, seen in enumerate(values):
-        for refused, mismatched in zip(seen[::2], seen[1::2], strict=True):
+        for refused, mismatched, elsewhere in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
             assert refused[0] == "PeerRefusedError"
             assert refused[2] == (3, 5)
             if rank == 3:
@@ -174,9 +179,13 @@ def test_a_refusal_is_the_same_error_everywhere_and_the_next_call_works() -> Non
                     "InvalidArgumentError",
                     "rows of rank 3 must be the plan's 33, got 0",
                 )
+                assert elsewhere[:2] == (
+                    "InvalidArgumentError",
+                    "topk_ids.device must be the host, got meta",
+                )
             else:
-                assert mismatched[0] == "PeerRefusedError"
-                assert mismatched[2] == (3,)
+                for error in (mismatched, elsewhere):
+                    assert (error[0], error[2]) == ("PeerRefusedError", (3,))
     assert issubclass(PeerRefusedError, MegaMoeError)
     assert issubclass(InvalidArgumentError, MegaMoeError)
 

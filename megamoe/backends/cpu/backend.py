@@ -40,6 +40,7 @@ class CpuBackend:
     """
 
     memory_kinds = (MemoryKind.POSIX_SHM,)
+    tensor_device = torch.device("cpu")
 
     def __init__(
         self, bundle: Bundle, *, rank: int, group_name: str, num_slots: int | None, timeout_s: float

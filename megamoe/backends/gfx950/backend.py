@@ -83,6 +83,7 @@ class Gfx950Backend:
     """
 
     memory_kinds: tuple[MemoryKind, ...] = ()
+    tensor_device: torch.device | None = None
 
     def __init__(
         self, bundle: Bundle, device: Device, *, num_slots: int | None = None, use_graphs: bool = True

@@ -53,6 +53,7 @@ class HopperBackend:
         check_served(bundle)
         devices = devices_of_ranks(bundle.shape.num_ranks, torch.cuda.device_count())
         self.device = torch.device("cuda", devices[rank])
+        self.tensor_device: torch.device | None = self.device
         layout = plan_layout(bundle, num_slots=num_slots)
         self.rank = rank
         self.bundle = bundle
