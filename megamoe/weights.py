@@ -112,6 +112,12 @@ def wanted_shapes(shape: MoeShape) -> dict[str, tuple[int, ...]]:
     }
 
 
+def check_slot(slot_idx: int, num_slots: int) -> None:
+    """Raises BindingError where there is no such protocol slot."""
+    if not isinstance(slot_idx, int) or isinstance(slot_idx, bool) or not 0 <= slot_idx < num_slots:
+        raise BindingError(must_be("slot_idx", f"an int from 0 to {num_slots - 1}", repr(slot_idx)))
+
+
 def check_binding(
     weights: LayerWeights,
     shape: MoeShape,
@@ -126,8 +132,7 @@ def check_binding(
     field, wanted and got: slot out of range, not a tensor, wrong dtype (scales must be one-byte E8M0: e4m3, int8 and
     bool are refused), wrong shape, wrong device, not contiguous.
     """
-    if not isinstance(slot_idx, int) or isinstance(slot_idx, bool) or not 0 <= slot_idx < num_slots:
-        raise BindingError(must_be("slot_idx", f"an int from 0 to {num_slots - 1}", repr(slot_idx)))
+    check_slot(slot_idx, num_slots)
     wanted_device = torch.device(device)
     wanted = wanted_shapes(shape)
     for name, tensor in weights.tensors().items():

@@ -114,7 +114,7 @@ def test_what_is_refused_changes_nothing(backend: HopperBackend) -> None:
 
     with pytest.raises(BindingError, match="expert 0 differs"):
         backend.bind(0, WEIGHTS, refuse)
-    with pytest.raises(BindingError, match="slot_idx must be from 0 to 1, got 2"):
+    with pytest.raises(BindingError, match="slot_idx must be an int from 0 to 1, got 2"):
         backend.bind(2, WEIGHTS)
     sub_steps: Any = backend._sub_steps
     sub_steps.under_way = True

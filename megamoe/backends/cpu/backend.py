@@ -19,10 +19,10 @@ from megamoe.backends.cpu.signals import Phase, Signals
 from megamoe.backends.cpu.small_m import SmallMPath
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, Path
-from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError, must_be
+from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError
 from megamoe.layout import INFO_ERROR, FlagKind, plan_layout
 from megamoe.memory import HostMemory, MemoryHandle, MemoryKind
-from megamoe.weights import LayerWeights
+from megamoe.weights import LayerWeights, check_slot
 
 _PATHS: dict[Path, type[PathRun]] = {
     Path.COMPACT: CompactPath,
@@ -73,7 +73,7 @@ class CpuBackend:
         check: Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None] | None = None,
     ) -> None:
         """Dequantize this rank's experts to fp32, let `check` look at one, and swap them in."""
-        self._check_slot(slot_idx)
+        check_slot(slot_idx, len(self._layers))
         layer = dequantized(weights)
         if check is not None:
             check(partial(self.context.gemms.expert_rows, layer))
@@ -81,12 +81,8 @@ class CpuBackend:
 
     def bind_identity(self, slot_idx: int) -> None:
         """Experts that give a row back as it came: both GEMMs are bypassed, transport and combine are not."""
-        self._check_slot(slot_idx)
+        check_slot(slot_idx, len(self._layers))
         self._layers[slot_idx] = BoundLayer(None, None)
-
-    def _check_slot(self, slot_idx: int) -> None:
-        if not 0 <= slot_idx < len(self._layers):
-            raise BindingError(must_be("slot_idx", f"from 0 to {len(self._layers) - 1}", slot_idx))
 
     # ------------------------------------------------------------------------------------------- sub-steps
 

@@ -34,7 +34,7 @@ from megamoe.errors import (
 from megamoe.layout import FLAG_BYTES, FlagKind, plan_layout, ranks_in
 from megamoe.memory import MemoryHandle, MemoryKind, OpenMemory
 from megamoe.path import SubStep
-from megamoe.weights import LayerWeights
+from megamoe.weights import LayerWeights, check_slot
 
 STAGES: dict[Path, tuple[str, ...]] = {
     Path.SMALL_M: ("small_m",),
@@ -145,8 +145,7 @@ class Gfx950Backend:
                 memory.free()
 
     def _check_slot(self, slot_idx: int) -> None:
-        if not 0 <= slot_idx < len(self._layers):
-            raise BindingError(must_be("slot_idx", f"from 0 to {len(self._layers) - 1}", slot_idx))
+        check_slot(slot_idx, len(self._layers))
         if self._call is not None:
             raise BindingError("a slot is bound between sub-steps only: one is under way")
 

@@ -34,7 +34,7 @@ from megamoe.bundle import Bundle, Path
 from megamoe.errors import BindingError, IneligibleError, must_be
 from megamoe.layout import plan_layout
 from megamoe.memory import HostMemory, MemoryHandle, MemoryKind, OpenMemory
-from megamoe.weights import LayerWeights
+from megamoe.weights import LayerWeights, check_slot
 
 _warming = threading.Lock()
 """Ranks of one process compile in turn: the first one does the work, the others find it done."""
@@ -134,8 +134,7 @@ class HopperBackend:
         self._layers[slot_idx] = BoundLayer(layer.w13, layer.w2, version)
 
     def _check_slot(self, slot_idx: int) -> None:
-        if not 0 <= slot_idx < len(self._layers):
-            raise BindingError(must_be("slot_idx", f"from 0 to {len(self._layers) - 1}", slot_idx))
+        check_slot(slot_idx, len(self._layers))
         if self._sub_steps.under_way:
             raise BindingError("a slot is bound between sub-steps only: one is under way")
 
