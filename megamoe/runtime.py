@@ -129,13 +129,15 @@ class Runtime:
 
         batch: this rank's rows, as many as the plan says; None for a rank without rows. refusal: the caller's call
         was refused here: join with zero rows and the error bit. sequence: the agreed number of this layer call,
-        above all earlier ones; None counts by itself. out: [n, hidden] bf16 to write into; None makes it where the rows
-        are. Rows on a device may still be under way on this thread's current stream; rows on the host must be there.
+        above all earlier ones; None counts by itself. out: [n, hidden] bf16, contiguous, to write into; None makes it
+        where the rows are. Rows on a device may still be under way on this thread's current stream; rows on the host
+        must be there.
 
         Raises, alike on all ranks: PeerTimeoutError (ranks missing after timeout_s), PeerRefusedError (some rank
         refused). On this rank only, before anything is posted: StaleCallError (sequence done), InvalidArgumentError
-        (layer or plan impossible). A batch that does not fit the plan, and tensors on a device that is not this rank's,
-        are InvalidArgumentError here and PeerRefusedError elsewhere. After any of these the next sequence works.
+        (layer or plan impossible). A batch or out that does not fit the plan, and tensors on a device that is not
+        this rank's, are InvalidArgumentError here and PeerRefusedError elsewhere. After any of these the next sequence
+        works.
         """
         sub_steps = self._begin(plan, layer_idx, sequence)
         number = self._next_sequence - 1
@@ -191,6 +193,8 @@ class Runtime:
             return InvalidArgumentError(
                 must_be("out", f"bfloat16 {list(wanted)}", f"{out.dtype} {list(out.shape)}")
             )
+        if out is not None and not out.is_contiguous():
+            return InvalidArgumentError(must_be("out strides", "contiguous", list(out.stride())))
         return None if batch is None else self._elsewhere(batch, out)
 
     def _elsewhere(self, batch: MoeBatch, out: torch.Tensor | None) -> InvalidArgumentError | None:

@@ -271,7 +271,10 @@ def test_a_refused_binding_leaves_everything_as_it_was() -> None:
             rows(0, torch.ones(2, shape.hidden, dtype=torch.bfloat16))
             raise BindingError("experts must answer as their weights say")
 
-        for slot_idx, sentence in ((0, "experts must answer"), (2, "slot_idx must be an int from 0 to 1, got 2")):
+        for slot_idx, sentence in (
+            (0, "experts must answer"),
+            (2, "slot_idx must be an int from 0 to 1, got 2"),
+        ):
             with pytest.raises(BindingError, match=sentence):
                 one.bind(slot_idx, other, refuse)
         assert one._layers[0] is layer

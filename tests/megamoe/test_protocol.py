@@ -190,6 +190,29 @@ def test_a_refusal_is_the_same_error_everywhere_and_the_next_call_works() -> Non
     assert issubclass(InvalidArgumentError, MegaMoeError)
 
 
+def out_worker(rank: Rank) -> list[tuple[Any, ...]]:
+    rows = torch.zeros((5, 2 * SHAPE.hidden), dtype=torch.bfloat16)
+    wrong = (rows[:, : SHAPE.hidden], rows[:4, : SHAPE.hidden].clone(), torch.zeros((5, SHAPE.hidden)))
+    case = Case(Path.COMPACT, (5,))
+    with open_runtime(rank, deployment(SHAPE.with_ranks(1)), num_slots=1) as runtime:
+        bind_all(runtime)
+        seen = [error_of(lambda out=out: call(runtime, case, out=out))[:2] for out in wrong]
+        out = torch.empty((5, SHAPE.hidden), dtype=torch.bfloat16)
+        assert torch.equal(call(runtime, case, out=out).hidden_states, call(runtime, case).hidden_states)
+    assert not rows.any()
+    return seen
+
+
+def test_memory_for_results_that_does_not_fit_is_refused_and_left_alone() -> None:
+    [seen] = run_ranks(1, out_worker)
+    assert [kind for kind, _ in seen] == ["InvalidArgumentError"] * 3
+    assert [sentence for _, sentence in seen] == [
+        "out strides must be contiguous, got [192, 1]",
+        "out must be bfloat16 [5, 96], got torch.bfloat16 [4, 96]",
+        "out must be bfloat16 [5, 96], got torch.float32 [5, 96]",
+    ]
+
+
 # ------------------------------------------------------------------------------------------------- missing ranks
 
 
