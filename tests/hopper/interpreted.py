@@ -31,17 +31,34 @@ def _scaled_pair(codes: Any, scale: Any) -> np.ndarray[Any, Any]:
     return rows.view(torch.int32)[..., 0].numpy()
 
 
+def _codes_of(words: Any) -> torch.Tensor:
+    """int32 [...] -> fp32 [..., 4]: their e4m3 codes."""
+    codes = torch.from_numpy(np.ascontiguousarray(words)).view(torch.uint8).view(*words.shape, 4)
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def _largest(words: Any) -> np.ndarray[Any, Any]:
+    """What expand_fp8.LARGEST says."""
+    return _codes_of(words).abs().amax(-1).numpy()
+
+
+def _scaled(words: Any, factor: Any) -> np.ndarray[Any, Any]:
+    """What expand_fp8.SCALED says."""
+    codes = (_codes_of(words) * torch.from_numpy(factor).unsqueeze(-1)).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8)[..., [0, 2, 1, 3]].contiguous().view(torch.int32)[..., 0].numpy()
+
+
 def _inline_asm(
     text: Any, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int, _semantic: Any = None
 ) -> Any:
-    """All that these kernels say in PTX: clocks, fences, a product that must not be fused, pairs of bf16."""
+    """All that these kernels say in PTX: clocks, fences, a product that must not be fused, e4m3 codes."""
     text = getattr(text, "value", text)
+    for word, compute in (("abs.f16x2", _largest), ("satfinite", _scaled), ("bf16x2", _scaled_pair)):
+        if word in text:
+            made = TensorHandle(compute(*(arg.handle.data for arg in args)), dtype)
+            return tl.core.tensor(made, tl.block_type(dtype, args[0].shape))
     if "mul.rn" in text:
         return args[0] * args[1]
-    if "e4m3x2" in text:
-        return tl.core.tensor(
-            TensorHandle(_scaled_pair(*(arg.handle.data for arg in args)), dtype), args[0].type
-        )
     waits = ("fence", "griddepcontrol")
     assert "globaltimer" in text or any(word in text for word in waits), text
     value = time.monotonic_ns() if "globaltimer" in text else 0
@@ -87,14 +104,53 @@ def batches(counts: tuple[int, ...], seed: int) -> list[MoeBatch]:
 
 def same_images(group: Lockstep, other: Lockstep, rank: int, stream_max_rows: int, *, compact: bool) -> bool:
     """expand alone, for both kinds of GEMM: the references index, the kernel and its reference expand."""
+    plan = GemmPlan(stream_max_rows=stream_max_rows, block_n=32)
     for one in (group, other):
-        plan = GemmPlan(stream_max_rows=stream_max_rows, block_n=32)
         references.index(one.group, rank, plan, compact=compact)
-    group.kernels[rank].expand()
+    group.kernels[rank].expand(plan)
     references.expand(other.group, rank)
     got, want = (one.group.ranks[rank] for one in (group, other))
     rows = BLOCK_ROWS * int(want.work[Counter.NUM_BLOCKS])
     return torch.equal(got.image[:rows].view(torch.int16), want.image[:rows].view(torch.int16))
+
+
+def same_operands(group: Lockstep, other: Lockstep, rank: int, *, compact: bool) -> bool:
+    """expand and regroup for the FP8 kernel, with something of GEMM1's between them."""
+    plan = GemmPlan(stream_max_rows=0, block_n=256, is_fp8=True)
+    generator = torch.Generator().manual_seed(rank)
+    for one in (group, other):
+        references.index(one.group, rank, plan, compact=compact)
+    got, want = (one.group.ranks[rank].fp8 for one in (group, other))
+    x = torch.randn(want.middle.shape, generator=generator) * torch.exp2(
+        torch.randint(-20, 9, want.exponents.T.shape, generator=generator).float()
+    ).repeat_interleave(mx.BLOCK, 1)
+    x[2, 70] = float("nan")
+    codes, scales = mx.quantize_mxfp8(x)
+    for operands in (got, want):
+        operands.middle.copy_(codes)
+        operands.exponents.copy_(scales.T)
+    group.kernels[rank].expand(plan)
+    group.kernels[rank].regroup()
+    references.expand_fp8(other.group, rank)
+    references.regroup(other.group, rank)
+    rows = BLOCK_ROWS * int(other.group.ranks[rank].work[Counter.NUM_BLOCKS])
+    codes_and_scales = (
+        ((got.rows, want.rows), (got.features, want.features)),
+        (
+            (got.row_scales, want.row_scales),
+            (got.feature_scales, want.feature_scales),
+        ),
+    )
+    same = [
+        torch.equal(a[:rows].view(torch.uint8), b[:rows].view(torch.uint8)) for a, b in codes_and_scales[0]
+    ]
+    same += [
+        torch.equal(a[:, :rows].contiguous().view(torch.int32), b[:, :rows].contiguous().view(torch.int32))
+        for a, b in codes_and_scales[1]
+    ]
+    for one in (group, other):
+        one.group.ranks[rank].work.zero_()  # of widths that other plans do not have
+    return all(same)
 
 
 def compare(path: Path, row_format: RowFormat) -> dict[str, bool]:
@@ -123,6 +179,8 @@ def compare(path: Path, row_format: RowFormat) -> dict[str, bool]:
             for most in (32, 0):
                 same = same_images(kernels, plain, rank, most, compact=path is Path.COMPACT)
                 found[f"{where}: image, streaming up to {most}"] = same
+            same = same_operands(kernels, plain, rank, compact=path is Path.COMPACT)
+            found[f"{where}: FP8 operands"] = same
     return found
 
 

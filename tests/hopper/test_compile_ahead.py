@@ -111,17 +111,15 @@ def test_what_is_compiled_is_what_the_commands_open(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compile_ahead, "compile_all", jobs.extend)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     wanted = compile_ahead.selftest_deployments(4, [RowFormat.BF16, RowFormat.FP8], odd=True)
-    assert [(d.shape.num_ranks, d.shape.name) for d in wanted] == 2 * [
-        (4, "hopper-selftest"),
-        (4, "hopper-odd"),
-    ]
+    names = ["hopper-selftest", "hopper-odd", "hopper-few-experts"] * 2
+    assert [(d.shape.num_ranks, d.shape.name) for d in wanted] == [(4, name) for name in names]
     said: list[str] = []
     v4_pro = preset("deepseek-v4-pro")
     both = [*wanted, *compile_ahead.bench_deployments(v4_pro, 2, [RowFormat.BF16])]
     compile_ahead.compile_for(both, said.append)
     assert {job.deployment for job in jobs} == set(both)
     assert {job.num_virtual_ranks for job in jobs} == {1}, "on a machine without a GPU, for one a rank"
-    assert said == ["compiled for 6 deployments in 0 s"]
+    assert said == ["compiled for 8 deployments in 0 s"]
     jobs.clear()
     compile_ahead.compile_for(wanted, said.append, 2)
     assert {job.num_virtual_ranks for job in jobs} == {2}

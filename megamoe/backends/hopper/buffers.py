@@ -16,7 +16,9 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.hopper import record
 from megamoe.backends.hopper.board import board_layout
+from megamoe.backends.hopper.fp8_operands import Fp8Operands
 from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
+from megamoe.backends.hopper.plan import GemmPlan
 from megamoe.backends.hopper.record import Word
 from megamoe.backends.hopper.shortage import allocating
 from megamoe.backends.hopper.tables import TableSizes
@@ -47,6 +49,11 @@ class BoundLayer:
             pack_w13(views.w13_codes.to(device), views.w13_scales.to(device)),
             pack_w2(views.w2_codes.to(device), views.w2_scales.to(device)),
         )
+
+    def gemms(self, plan: GemmPlan) -> GemmPlan:
+        """What a plan means for these weights: those that do not fit the FP8 kernel are multiplied as bf16."""
+        fits = self.w13 is None or self.w2 is None or (self.w13.fp8 is not None and self.w2.fp8 is not None)
+        return plan if fits else plan.bf16
 
 
 def allocate_heap(layout: HeapLayout, device: torch.device) -> torch.Tensor:
@@ -93,6 +100,7 @@ class RankBuffers:
         # of an older step rather than whatever the allocator returns.
         self.image = torch.zeros((rows, sizes.image_columns), dtype=torch.bfloat16, device=device)
         self.middle = torch.zeros((rows, sizes.middle_columns), dtype=torch.bfloat16, device=device)
+        self.fp8 = Fp8Operands.within(self.image, self.middle)
 
     @property
     def num_bytes(self) -> int:

@@ -100,6 +100,11 @@ class Call:
         return self.batch.hidden_states_sf is not None
 
     @property
+    def gemms(self) -> GemmPlan:
+        """As this layer's weights allow."""
+        return self.layer.gemms(self.recipe.gemms)
+
+    @property
     def graph_key(self) -> GraphKey:
         launch = self.launch
         return GraphKey(launch.slot_idx, self.layer.version, id(self.recipe), self.quantized, launch.closing)
@@ -138,21 +143,21 @@ def _prepare(kernels: Kernels, call: Call) -> None:
 def _dispatch(kernels: Kernels, call: Call) -> None:
     recipe = call.recipe
     kernels.dispatch(recipe.grid_rows, compact=call.compact, quantized=call.quantized)
-    kernels.index(recipe.gemms, recipe.capacity, compact=call.compact)
+    kernels.index(call.gemms, recipe.capacity, compact=call.compact)
     if call.layer.w13 is not None:
-        kernels.expand()
+        kernels.expand(call.gemms)
 
 
 def _gemm1(kernels: Kernels, call: Call) -> None:
     if call.layer.w13 is not None:
-        kernels.gemm1(call.layer, call.recipe.gemms)
+        kernels.gemm1(call.layer, call.gemms)
 
 
 def _gemm2(kernels: Kernels, call: Call) -> None:
     if call.layer.w13 is None:
         kernels.identity()
     else:
-        kernels.gemm2(call.layer, call.recipe.gemms)
+        kernels.gemm2(call.layer, call.gemms)
 
 
 def _combine(kernels: Kernels, call: Call) -> None:

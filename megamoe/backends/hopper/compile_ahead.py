@@ -150,12 +150,10 @@ def compile_for(deployments: Sequence[Deployment], say: Callable[[str], None], n
 
 
 def selftest_deployments(num_ranks: int, row_formats: Sequence[RowFormat], *, odd: bool) -> list[Deployment]:
-    """What the selftest opens. odd: its odd shape as well."""
+    """What the selftest opens. odd: its other shapes as well."""
     from megamoe.backends.hopper.selftest import cases
 
-    shapes = [
-        shape.with_ranks(num_ranks) for shape in ((cases.SHAPE, cases.ODD_SHAPE) if odd else (cases.SHAPE,))
-    ]
+    shapes = [shape.with_ranks(num_ranks) for shape in (cases.SHAPES if odd else (cases.SHAPE,))]
     return [cases.deployment_of(shape, row_format) for row_format in row_formats for shape in shapes]
 
 

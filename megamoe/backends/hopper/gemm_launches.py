@@ -1,15 +1,17 @@
-"""Launches of the expert GEMMs: the streaming kernel for few rows an expert, the tiled or ring kernel for the rest."""
+"""Launches of the expert GEMMs: the streaming kernel for few rows an expert, the tiled, ring or FP8 kernel for the
+rest."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megamoe.backends.hopper.buffers import BoundLayer
+from megamoe.backends.hopper.fp8_launches import Fp8Launches
 from megamoe.backends.hopper.plan import GEMM1_STREAM, GEMM2_STREAM, Counter, GemmPlan, TiledPlan
 from megamoe.backends.hopper.ring_launches import RingLaunches
 
 
-class GemmLaunches(RingLaunches):
+class GemmLaunches(RingLaunches, Fp8Launches):
     """Of one rank, on the current stream."""
 
     def gemm1(self, layer: BoundLayer, gemms: GemmPlan) -> None:
@@ -36,6 +38,9 @@ class GemmLaunches(RingLaunches):
                 **self._chain,
                 maxnreg=128,
             )
+        if gemms.is_fp8:
+            self._gemm1_fp8(layer)
+            return
         if gemms.is_ring:
             self._gemm1_ring(layer.w13, chunks)
             return
@@ -57,6 +62,9 @@ class GemmLaunches(RingLaunches):
 
     def gemm2(self, layer: BoundLayer, gemms: GemmPlan, *, plain_rows: bool = False) -> None:
         """plain_rows: bf16 results whatever the deployment's format (for checks of a binding)."""
+        if gemms.is_fp8:
+            self._gemm2_fp8(layer, fp8_rows=self.fp8 and not plain_rows)
+            return
         from megamoe.backends.hopper.device import gemm2
 
         assert layer.w2 is not None

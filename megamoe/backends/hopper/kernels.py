@@ -57,9 +57,9 @@ class Kernels(ControlLaunches, WholeLaunches):
             for gemms in plans:
                 for capacity in values:
                     self.index(gemms, capacity, compact=compact)
-        self.expand()
         self.identity()
         for gemms in plans:
+            self.expand(gemms)
             self.gemm1(layer, gemms)
             self.gemm2(layer, gemms)
             self.gemm2(layer, gemms, plain_rows=True)

@@ -9,8 +9,9 @@ import torch
 
 from megamoe.backends.hopper.buffers import RankBuffers, result_bytes
 from megamoe.backends.hopper.device import flags
+from megamoe.backends.hopper.fp8 import RowScales
 from megamoe.backends.hopper.keys import settle_keys
-from megamoe.backends.hopper.packing import UNIT_BYTES, PackedMatrix
+from megamoe.backends.hopper.packing import ROW_GROUP, UNIT_BYTES, PackedMatrix
 from megamoe.backends.hopper.plan import BOX_ROWS, TiledPlan, grid_share, next_power_of_2
 from megamoe.bundle import RowFormat
 from megamoe.layout import FlagKind
@@ -50,8 +51,11 @@ class Launches:
         self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
         experts = shape.num_experts_per_rank
         none = torch.zeros((experts, 1, 1, 2, UNIT_BYTES), dtype=torch.uint8, device=buffers.device)
-        self._no_weights = PackedMatrix(none, torch.ones(experts, device=buffers.device), 0, 0)
+        ones = torch.ones(experts, device=buffers.device)
+        row_scales = RowScales(none[:, 0, 0, 0, :ROW_GROUP], ones.unsqueeze(1).expand(-1, ROW_GROUP))
+        self._no_weights = PackedMatrix(none, ones, 0, 0, row_scales)
         self._descriptors: dict[tuple[int, int, int], Any] = {}
+        self._fp8_descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def _await_flags(self, kind: FlagKind, *, only_with_rows: bool = False) -> None:
         """Where ranks share a GPU, let one thread block a rank wait, not a whole grid of them: a kernel that a peer

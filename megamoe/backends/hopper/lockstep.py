@@ -108,9 +108,15 @@ class Lockstep:
         for rank in ranks:
             references.dispatch(group, rank, batches[rank], compact=compact)
         for rank in ranks:
-            references.index(group, rank, gemms, compact=compact)
+            own = layers[rank].gemms(gemms)
+            references.index(group, rank, own, compact=compact)
             if layers[rank].w13 is None:
                 references.identity(group, rank, row_format)
+            elif own.is_fp8:
+                references.expand_fp8(group, rank)
+                references.gemm1_fp8(group, rank, layers[rank])
+                references.regroup(group, rank)
+                references.gemm2_fp8(group, rank, layers[rank], row_format)
             else:
                 references.expand(group, rank)
                 references.gemm1(group, rank, layers[rank])
@@ -132,13 +138,14 @@ class Lockstep:
         for kernels, batch in zip(self.kernels, batches, strict=True):
             kernels.dispatch(most, compact=compact, quantized=batch.hidden_states_sf is not None)
         for kernels, layer in zip(self.kernels, layers, strict=True):
-            kernels.index(gemms, capacity, compact=compact)
+            own = layer.gemms(gemms)
+            kernels.index(own, capacity, compact=compact)
             if layer.w13 is None:
                 kernels.identity()
             else:
-                kernels.expand()
-                kernels.gemm1(layer, gemms)
-                kernels.gemm2(layer, gemms)
+                kernels.expand(own)
+                kernels.gemm1(layer, own)
+                kernels.gemm2(layer, own)
             kernels.post_return()
         for kernels in self.kernels:
             kernels.combine(most, post=False)

@@ -11,7 +11,8 @@ the A fragment of MMA step j, whose k are 32t + 4j .. 32t + 4j + 3:
 A register is two bf16. An e2m1 nibble becomes bf16 by placing its sign at bit 15 and its three other bits at 8..6,
 which is its value times 2^-126, and one multiplication by 2^(E8M0 - 127 + 126), which fixes the exponent bias and
 applies the scale, exactly, subnormals included. The four registers of a word share its 32 bits, see `_words`; the
-kernel takes them apart with and/shift/rotate, see `decode_words`, its twin in torch.
+kernel takes them apart with and/shift/rotate, see `decode_words`, its twin in torch. Magnitudes of a row come to lie
+beside each other in pairs of nibbles, which the FP8 kernel looks up (fp8.py).
 
 A *unit* is 4 tiles (64 rows) x 128 columns, UNIT_BYTES contiguous: [tile][half of j][lane][16 B of words], then
 [lane][tile][row g or g + 8] scale bytes u = E8M0 + 126, the exponent field of the multiplier. Order in memory:
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megamoe.backends.hopper import fp8
 from megamoe.shape import MX_BLOCK
 
 TILE_ROWS = 16
@@ -63,13 +65,15 @@ class PackedMatrix:
     """One rank's experts of one matrix, ready for the kernels.
 
     units: uint8 [num_experts, row groups, chunks, 2, UNIT_BYTES]. out_factor: float32 [num_experts], what the
-    product of an expert's rows must be multiplied with. num_rows, num_columns: without padding.
+    product of an expert's rows must be multiplied with. num_rows, num_columns: without padding. fp8: what the FP8
+    kernel needs besides; None where a row's scales do not fit it.
     """
 
     units: torch.Tensor
     out_factor: torch.Tensor
     num_rows: int
     num_columns: int
+    fp8: fp8.RowScales | None = None
 
     @property
     def num_experts(self) -> int:
@@ -139,11 +143,16 @@ def pack_matrix(codes: torch.Tensor, scales: torch.Tensor, row_order: torch.Tens
     )
     finite = torch.where(scales == NAN_BYTE, 0, scales.int())
     excess = (finite.amax((1, 2)) - MAX_SCALE).clamp_(min=0)
+    out_factor = torch.exp2(excess.float())
+    bases: list[torch.Tensor] = []
     for expert in range(num_experts):
         nibbles, factors = _padded(codes[expert], scales[expert], int(excess[expert]), order, num_chunks)
+        if len(bases) == expert and (base := fp8.row_base(nibbles, factors)) is not None:
+            bases.append(base)
         units[expert, ..., :UNIT_WORD_BYTES] = _word_bytes(nibbles)
         units[expert, ..., UNIT_WORD_BYTES:] = _scale_bytes(factors)
-    return PackedMatrix(units, torch.exp2(excess.float()), num_rows, num_columns)
+    row_scales = fp8.row_scales(torch.stack(bases), out_factor) if len(bases) == num_experts else None
+    return PackedMatrix(units, out_factor, num_rows, num_columns, row_scales)
 
 
 def _padded(
@@ -197,8 +206,8 @@ def _words(registers: torch.Tensor) -> torch.Tensor:
     return (
         v0
         | _rotate_right(v1, 6)
-        | _rotate_right(v2, 12)
-        | _rotate_right(v3 & high, 10)
+        | _rotate_right(v2, 28)
+        | _rotate_right(v3 & high, 26)
         | _rotate_right(v3 & low, 2)
     )
 
@@ -214,8 +223,8 @@ def decode_words(words: torch.Tensor) -> torch.Tensor:
         [
             words & mask,
             (words << 6) & mask,
-            _rotate_right(words, 20) & mask,
-            (_rotate_right(words, 22) & high) | ((words << 2) & LOW_BIT),
+            _rotate_right(words, 4) & mask,
+            (_rotate_right(words, 6) & high) | ((words << 2) & LOW_BIT),
         ],
         dim=-1,
     )

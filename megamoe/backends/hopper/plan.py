@@ -177,6 +177,16 @@ one: registers. Twice the halves cost 12 % at 32 rows."""
 RING = RingPlan(widths=(96, 64, 48, 32), stages=4)
 
 
+FP8_WIDTHS = (256, 192, 128)
+"""Of the FP8 kernel's tiles: two warpgroups with 64 rows of weights each times pieces of 64 tokens."""
+FP8_STAGES = 4
+"""Chunks of K in flight."""
+FP8_REGISTERS = 240
+"""Of a thread that multiplies."""
+FP8_MIN_MEAN_ROWS = 100.0
+"""Above so many rows an expert on average the FP8 kernel serves."""
+
+
 def ring_tile(wave: int, program: int, num_programs: int) -> int:
     """The tile of a program of the ring kernel in a wave (device code: ring_gemm.tile_at). Tiles come widest first: who
     has the widest of one wave gets the narrowest of the next one."""
@@ -187,16 +197,24 @@ def ring_tile(wave: int, program: int, num_programs: int) -> int:
 class GemmPlan:
     """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel. block_n: its widest tile.
     one_launch: both share thread blocks, and so the memory of a multiprocessor. is_ring: all rows go to the ring
-    kernel instead."""
+    kernel instead. is_fp8: all rows go to the FP8 kernel, for layers that fit it (BoundLayer.gemms)."""
 
     stream_max_rows: int
     block_n: int
     one_launch: bool = False
     is_ring: bool = False
+    is_fp8: bool = False
+
+    @property
+    def bf16(self) -> GemmPlan:
+        """For layers that do not fit the FP8 kernel."""
+        return replace(self, is_fp8=False) if self.is_fp8 else self
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Of all tiles, widest first."""
+        if self.is_fp8:
+            return FP8_WIDTHS
         if self.is_ring:
             return RING.widths
         return (self.block_n,) if self.one_launch else _WIDTHS.get(self.block_n, (self.block_n,))
@@ -250,7 +268,9 @@ def plan_gemms(
     above, most = _RING_MEAN_ROWS
     if above < mean <= most and not fp8_rows:
         return GemmPlan(stream_max_rows=0, block_n=RING.widths[0], is_ring=True)
-    return _streaming_and_tiled(mean, batch_invariant, fp8_rows)
+    gemms = _streaming_and_tiled(mean, batch_invariant, fp8_rows)
+    # It sums in another order than the ring and the tiled kernel do.
+    return replace(gemms, is_fp8=mean > FP8_MIN_MEAN_ROWS and not fp8_rows and not batch_invariant)
 
 
 def plan_small_m(
@@ -258,7 +278,7 @@ def plan_small_m(
 ) -> GemmPlan:
     """For small_m: where the ring kernel serves, that; else one launch, whose thread blocks have the registers of
     SMALL_M."""
-    gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows)
+    gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows).bf16
     if gemms.is_ring:
         return gemms
     # Where streaming is the rule, its tokens need L1; FP8 rows are quantized in shared memory.

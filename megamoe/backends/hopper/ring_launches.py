@@ -20,7 +20,7 @@ class RingLaunches(Launches):
         b = self.buffers
         gemm1_ring.gemm1_ring_kernel[(self.device.share,)](
             b.middle,
-            *_weights(w13),
+            *weight_descriptors(w13),
             w13.out_factor,
             *self._ring_boxes(b.image),
             b.work[b.sizes.tiled_offset :],
@@ -39,7 +39,7 @@ class RingLaunches(Launches):
         gemm2_ring.gemm2_ring_kernel[(self.device.share,)](
             b.row_address,
             b.row_weight,
-            *_weights(w2),
+            *weight_descriptors(w2),
             w2.out_factor,
             *self._ring_boxes(b.middle),
             b.work[b.sizes.tiled_offset :],
@@ -58,7 +58,7 @@ class RingLaunches(Launches):
         return [self._box_of(image, rows, CHUNK) if wanted & rows else None for rows in RING_BOX_ROWS]
 
 
-def _weights(matrix: PackedMatrix) -> tuple[Any, Any]:
+def weight_descriptors(matrix: PackedMatrix) -> tuple[Any, Any]:
     """TMA descriptors of a matrix: words and scales of the two units of 128 rows and one chunk."""
     units = matrix.units.view(torch.int32).view(-1, UNIT_BYTES // 256, 64)
     return descriptor(units, [2, 16, 64], swizzle=0), descriptor(units, [2, 1, 64], swizzle=0)

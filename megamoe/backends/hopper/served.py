@@ -54,7 +54,8 @@ def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
 def gemm_plan(bundle: Bundle, path: Path, max_rows: int) -> GemmPlan:
     """The GEMMs of a sub-step with an agreed maximum of rows a rank.
 
-    Where large_m may serve instead, all rows go to the tiled kernel, so that both paths have the same bits.
+    Where large_m may serve instead, all rows go to the tiled kernel, so that both paths have the same bits; to the FP8
+    kernel, which large_m does not have, only if it is off when the service starts.
     """
     deployment = bundle.deployment
     plan = {Path.SMALL_M: plan_small_m, Path.LARGE_M: plan_large_m}.get(path, plan_gemms)
@@ -70,10 +71,13 @@ def gemm_plan(bundle: Bundle, path: Path, max_rows: int) -> GemmPlan:
         and max_rows >= deployment.large_m_min_tokens
     ):
         gemms = replace(gemms, stream_max_rows=0)
+        if deployment.large_m_enabled:
+            gemms = gemms.bf16
     return gemms
 
 
 def gemm_plans(bundle: Bundle, path: Path) -> list[GemmPlan]:
     """All that sub-steps of this deployment can have on a path, in order of rows."""
     most = max(bundle.capacities(path), default=0)
-    return list(dict.fromkeys(gemm_plan(bundle, path, rows) for rows in range(1, most + 1)))
+    plans = dict.fromkeys(gemm_plan(bundle, path, rows) for rows in range(1, most + 1))
+    return list(dict.fromkeys(gemms for plan in plans for gemms in (plan, plan.bf16)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamoe.backends.hopper.device import combine, dispatch, expand, identity, index, prepare
-from megamoe.backends.hopper.launches import Launches
+from megamoe.backends.hopper.fp8_launches import Fp8Launches
 from megamoe.backends.hopper.plan import INDEX_PART, GemmPlan, index_block_tokens, next_power_of_2
 from megamoe.backends.hopper.widths import cut_table
 from megamoe.layout import FlagKind
@@ -18,7 +18,7 @@ EXPAND_WARPS, EXPAND_BLOCKS = 8, 6
 """Warps of a thread block and thread blocks a multiprocessor."""
 
 
-class StagedLaunches(Launches):
+class StagedLaunches(Fp8Launches):
     """Of one rank, on the current stream."""
 
     def prepare(self) -> None:
@@ -101,8 +101,11 @@ class StagedLaunches(Launches):
             SPLITS=splits,
         )
 
-    def expand(self) -> None:
+    def expand(self, gemms: GemmPlan) -> None:
         b = self.buffers
+        if gemms.is_fp8:
+            self._expand_fp8()
+            return
         expand.expand_kernel[(EXPAND_BLOCKS * self.device.share,)](
             b.control,
             b.bases,

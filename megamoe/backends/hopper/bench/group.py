@@ -16,6 +16,7 @@ from megamoe.backends.hopper.buffers import (
     packs_densely,
 )
 from megamoe.backends.hopper.floors import Rates, measure_rates
+from megamoe.backends.hopper.fp8 import RowScales
 from megamoe.backends.hopper.kernels import Device, Kernels
 from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
 from megamoe.backends.hopper.plan import GemmPlan, devices_of_ranks
@@ -73,6 +74,7 @@ def rolled(layer: BoundLayer) -> BoundLayer:
             matrix,
             units=matrix.units.roll(1, 0).contiguous(),
             out_factor=matrix.out_factor.roll(1, 0).contiguous(),
+            fp8=RowScales(matrix.fp8.base.roll(1, 0), matrix.fp8.factor.roll(1, 0)) if matrix.fp8 else None,
         )
 
     return BoundLayer(roll(layer.w13), roll(layer.w2), layer.version + 1)
@@ -185,7 +187,7 @@ class RankBench:
             self.kernels.prepare()
         self.kernels.dispatch(self.batch.num_rows, compact=compact, quantized=False)
         self.kernels.index(gemms, buffers.layout.capacity, compact=compact)
-        self.kernels.expand()
+        self.kernels.expand(gemms)
 
     def layer(self, path: Path, gemms: GemmPlan, call: int) -> None:
         """One whole sub-step; weight sets take turns."""

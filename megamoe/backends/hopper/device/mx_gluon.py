@@ -45,3 +45,13 @@ def mxfp8_rounded_columns(blocks):
     """blocks [a, 32, columns] fp32, the same along the middle dimension."""
     exponent, bad = _exponents_of(gl.max(blocks.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
     return _rounded(blocks, gl.expand_dims(exponent, 1), gl.expand_dims(bad, 1))
+
+
+@gluon.jit
+def mxfp8_codes(blocks):
+    """blocks [n, 32] fp32: their e4m3 codes (uint8) and E8M0 exponents [n]; a block with a non-finite value becomes
+    zeros with exponent 255."""
+    exponent, bad = _exponents_of(gl.max(blocks.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
+    scaled = blocks * power_of_two(254 - exponent)[:, None]
+    codes = gl.where(bad[:, None], 0.0, scaled).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
+    return codes, gl.where(bad, 255, exponent)

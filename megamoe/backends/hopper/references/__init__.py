@@ -4,9 +4,10 @@ They read and write the same buffers as the kernels, for all ranks of a group he
 so flags are written but never waited for. Written for clarity: loops over ranks, tokens and experts.
 
 group: the ranks. transport: quantize, prepare, dispatch, post_return, combine. index: index, expand. gemms: gemm1,
-gemm2, identity.
+gemm2, identity. fp8: expand_fp8, gemm1_fp8, regroup, gemm2_fp8.
 """
 
+from megamoe.backends.hopper.references.fp8 import expand_fp8, gemm1_fp8, gemm2_fp8, regroup
 from megamoe.backends.hopper.references.gemms import gemm1, gemm2, identity
 from megamoe.backends.hopper.references.group import Batch, Group
 from megamoe.backends.hopper.references.index import STREAM_FLAG, entries_of, expand, index
@@ -28,11 +29,15 @@ __all__ = [
     "dispatch",
     "entries_of",
     "expand",
+    "expand_fp8",
     "gemm1",
+    "gemm1_fp8",
     "gemm2",
+    "gemm2_fp8",
     "identity",
     "index",
     "post_return",
     "prepare",
     "quantize",
+    "regroup",
 ]

@@ -11,6 +11,7 @@ from megamoe.backends.hopper.plan import BLOCK_ROWS
 from megamoe.backends.hopper.references.group import Group
 from megamoe.backends.hopper.references.index import entries_of
 from megamoe.bundle import RowFormat
+from megamoe.shape import MoeShape
 
 
 def _rows_of(image: torch.Tensor, streaming: bool, first: int, count: int) -> torch.Tensor:
@@ -20,31 +21,40 @@ def _rows_of(image: torch.Tensor, streaming: bool, first: int, count: int) -> to
     return packing.from_tiled_order(image[first : first + count])
 
 
-def _expert(matrix: packing.PackedMatrix, expert: int) -> torch.Tensor:
-    """fp32 [padded rows, padded columns] of one expert."""
-    part = slice(expert, expert + 1)
-    one = packing.PackedMatrix(
-        matrix.units[part], matrix.out_factor[part], matrix.num_rows, matrix.num_columns
-    )
-    return packing.unpack_matrix(one)[0]
+class Experts(dict[int, torch.Tensor]):
+    """Of a matrix, fp32 [padded rows, padded columns], each unpacked when it is asked for first."""
+
+    def __init__(self, matrix: packing.PackedMatrix) -> None:
+        self._matrix = matrix
+
+    def __missing__(self, expert: int) -> torch.Tensor:
+        part = slice(expert, expert + 1)
+        matrix = self._matrix
+        one = packing.PackedMatrix(
+            matrix.units[part], matrix.out_factor[part], matrix.num_rows, matrix.num_columns
+        )
+        self[expert] = packing.unpack_matrix(one)[0]
+        return self[expert]
+
+
+def swiglu_rows(both: torch.Tensor, shape: MoeShape) -> torch.Tensor:
+    """fp32 [n, packed rows of w13] -> [n, padded features]."""
+    gate, up = (half.flatten(1) for half in both.view(len(both), -1, 2, 8).unbind(2))
+    if shape.swiglu_limit:
+        gate, up = gate.clamp(max=shape.swiglu_limit), up.clamp(-shape.swiglu_limit, shape.swiglu_limit)
+    act = torch.nn.functional.silu if shape.activation == "silu" else torch.nn.functional.gelu
+    return act(gate) * up
 
 
 def gemm1(group: Group, rank: int, layer: BoundLayer) -> None:
     """Rows times gate and up, SwiGLU, MXFP8, as GEMM2's token operand."""
     assert layer.w13 is not None
     buffers = group.ranks[rank]
-    shape = buffers.shape
-    dense: dict[int, torch.Tensor] = {}
+    experts = Experts(layer.w13)
     for streaming, expert, first, count in entries_of(buffers):
-        if expert not in dense:
-            dense[expert] = _expert(layer.w13, expert)
         x = _rows_of(buffers.image, streaming, first, count).float()
-        both = (x @ dense[expert].T).view(count, -1, 2, 8)
-        gate, up = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
-        if shape.swiglu_limit:
-            gate, up = gate.clamp(max=shape.swiglu_limit), up.clamp(-shape.swiglu_limit, shape.swiglu_limit)
-        act = torch.nn.functional.silu if shape.activation == "silu" else torch.nn.functional.gelu
-        h = mx.dequantize_mxfp8(*mx.quantize_mxfp8(act(gate) * up)).bfloat16()
+        h = swiglu_rows(x @ experts[expert].T, buffers.shape)
+        h = mx.dequantize_mxfp8(*mx.quantize_mxfp8(h)).bfloat16()
         if streaming:
             padded = -(-count // BLOCK_ROWS) * BLOCK_ROWS
             rows = torch.zeros((padded, h.shape[1]), dtype=torch.bfloat16, device=h.device)
@@ -65,7 +75,7 @@ def _write_rows(group: Group, addresses: torch.Tensor, rows: torch.Tensor) -> No
         memory[offset[mine, None] + columns] = rows[mine]
 
 
-def _return(group: Group, rank: int, first: int, rows: torch.Tensor, row_format: RowFormat) -> None:
+def return_rows(group: Group, rank: int, first: int, rows: torch.Tensor, row_format: RowFormat) -> None:
     """Result rows fp32 [n, hidden], the routed rows from `first` on, to their addresses."""
     buffers = group.ranks[rank]
     part = slice(first, first + len(rows))
@@ -80,12 +90,10 @@ def gemm2(group: Group, rank: int, layer: BoundLayer, row_format: RowFormat) -> 
     """Intermediate rows times the down projection, to their sources."""
     assert layer.w2 is not None
     buffers = group.ranks[rank]
-    dense: dict[int, torch.Tensor] = {}
+    experts = Experts(layer.w2)
     for streaming, expert, first, count in entries_of(buffers):
-        if expert not in dense:
-            dense[expert] = _expert(layer.w2, expert)
         h = _rows_of(buffers.middle, streaming, first, count).float()
-        _return(group, rank, first, (h @ dense[expert].T)[:, : buffers.shape.hidden], row_format)
+        return_rows(group, rank, first, (h @ experts[expert].T)[:, : buffers.shape.hidden], row_format)
 
 
 def identity(group: Group, rank: int, row_format: RowFormat) -> None:
@@ -96,4 +104,4 @@ def identity(group: Group, rank: int, row_format: RowFormat) -> None:
     for _, _, first, count in entries_of(buffers):
         slots = buffers.row_slot[first : first + count].long()
         rows = mx.dequantize_mxfp8(payload[slots, :hidden], payload[slots, hidden : hidden + sf_bytes])
-        _return(group, rank, first, rows, row_format)
+        return_rows(group, rank, first, rows, row_format)

@@ -11,6 +11,7 @@ from megamoe.batch import MoeBatch
 from megamoe.bundle import Deployment, Path, RowFormat
 from megamoe.routing import route_rank
 from megamoe.shape import MoeShape
+from megamoe.weights import LayerWeights, random_layer_weights
 
 SHAPE = MoeShape(
     name="hopper-selftest",
@@ -24,6 +25,9 @@ SHAPE = MoeShape(
 )
 ODD_SHAPE = replace(SHAPE, name="hopper-odd", hidden=1056, intermediate=352, num_experts=40, num_topk=3)
 """Neither dimension is a multiple of 128, top-k is no power of two."""
+FEW_EXPERTS = replace(ODD_SHAPE, name="hopper-few-experts", num_experts=16, num_topk=4)
+"""Many rows an expert, for the FP8 kernel: without large_m, which binds compact to the tiled kernel."""
+SHAPES = (SHAPE, ODD_SHAPE, FEW_EXPERTS)
 CAPACITY, ODD_CAPACITY = 128, 32
 PATHS = (Path.FIXED_SLOT, Path.COMPACT, Path.SMALL_M, Path.LARGE_M)
 STAGED = (Path.FIXED_SLOT, Path.COMPACT)
@@ -91,8 +95,9 @@ def batch_of(case: Case, shape: MoeShape, rank: int) -> MoeBatch:
 
 
 def deployment_of(shape: MoeShape, row_format: RowFormat) -> Deployment:
-    """What is checked: all four paths, with fewer rows at the odd shape; with FP8 rows all but large_m."""
-    capacity = ODD_CAPACITY if shape.hidden == ODD_SHAPE.hidden else CAPACITY
+    """What is checked: all four paths, but large_m not with FP8 rows or few experts; fewer rows at the odd shape."""
+    capacity = ODD_CAPACITY if shape.name == ODD_SHAPE.name else CAPACITY
+    large_m = row_format is RowFormat.BF16 and shape.name != FEW_EXPERTS.name
     return Deployment(
         shape=shape,
         backend="hopper",
@@ -100,11 +105,19 @@ def deployment_of(shape: MoeShape, row_format: RowFormat) -> Deployment:
         fixed_slot_max=capacity,
         small_m_capacities=(capacity,),
         small_m_enabled=True,
-        large_m_capacity=capacity if row_format is RowFormat.BF16 else 2 * capacity,
+        large_m_capacity=capacity if large_m else 2 * capacity,
         large_m_min_tokens=capacity * 3 // 4,
-        large_m_enabled=row_format is RowFormat.BF16,
+        large_m_enabled=large_m,
         combine_row_format=row_format,
     )
+
+
+def weights_of(shape: MoeShape) -> list[LayerWeights]:
+    """Of two layers. In the second one expert's scales lie too far apart for the FP8 kernel."""
+    first, second = (random_layer_weights(shape, seed=5, layer_idx=layer) for layer in range(2))
+    scales = second.w2_scales.clone()
+    scales.view(torch.uint8)[0, 3, 0] -= 20
+    return [first, replace(second, w2_scales=scales)]
 
 
 def uneven(shape: MoeShape, maximum: int) -> tuple[int, ...]:

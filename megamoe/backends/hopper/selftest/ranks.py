@@ -14,14 +14,21 @@ import torch
 from megamoe.backends import Launch
 from megamoe.backends.hopper import open_backend
 from megamoe.backends.hopper.backend import HopperBackend
-from megamoe.backends.hopper.selftest.cases import IDENTITY_SLOT, UNBOUND_SLOT, Case, batch_of, deployment_of
+from megamoe.backends.hopper.selftest.cases import (
+    IDENTITY_SLOT,
+    UNBOUND_SLOT,
+    Case,
+    batch_of,
+    deployment_of,
+    weights_of,
+)
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.bundle import Bundle, RowFormat, plan_bundle
 from megamoe.errors import MegaMoeError
 from megamoe.path import SubStep
 from megamoe.reference import identity_moe, quantized_moe
 from megamoe.shape import MoeShape
-from megamoe.weights import LayerWeights, random_layer_weights, shard
+from megamoe.weights import LayerWeights, shard
 
 T = TypeVar("T")
 Place = Callable[[HopperBackend, MoeBatch, torch.Tensor], tuple[MoeBatch, torch.Tensor]]
@@ -44,7 +51,7 @@ class Ranks:
         self.bundle: Bundle = plan_bundle(deployment_of(shape, row_format))
         self.shape, self.row_format = shape, row_format
         self.next_launch = 0
-        self.weights = [random_layer_weights(shape, seed=5, layer_idx=layer) for layer in range(2)]
+        self.weights = weights_of(shape)
         self._threads = [ThreadPoolExecutor(1, f"rank{rank}") for rank in range(shape.num_ranks)]
         name = f"megamoe-selftest-{time.monotonic_ns()}"
         self.backends = self.all_ranks(

@@ -6,7 +6,8 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from megamoe.backends.hopper.selftest.cases import ODD_SHAPE, SHAPE
+from megamoe.backends.hopper.selftest import cases
+from megamoe.backends.hopper.selftest.cases import SHAPE
 from megamoe.backends.hopper.selftest.memory import check_lent_memory, check_places
 from megamoe.backends.hopper.selftest.oracle import Checks, check_cases, soak
 from megamoe.backends.hopper.selftest.protocol import check_in_flight, check_late_source, check_protocol
@@ -14,7 +15,7 @@ from megamoe.backends.hopper.selftest.ranks import Ranks
 from megamoe.bundle import RowFormat
 from megamoe.shape import MoeShape
 
-SHAPES = {shape.name: shape for shape in (SHAPE, ODD_SHAPE)}
+SHAPES = {shape.name: shape for shape in cases.SHAPES}
 ROW_FORMATS = (RowFormat.BF16, RowFormat.FP8)
 
 
