@@ -7,6 +7,7 @@ from itertools import pairwise, product, takewhile
 import pytest
 
 from megamoe.backends.hopper import plan
+from megamoe.backends.hopper.launches import Device
 from megamoe.backends.hopper.packing import CHUNK, UNIT_BYTES
 from megamoe.backends.hopper.tables import TableSizes, expert_entries
 from megamoe.backends.hopper.widths import tile_rows
@@ -195,6 +196,10 @@ def test_index_blocks_grow_with_the_step(capacity: int, tokens: int) -> None:
 
 def test_waiting_kernels_of_all_ranks_fit_on_one_device() -> None:
     assert plan.grid_share(132, 8) * 8 <= 132
+    for ranks in (2, 4, 8):
+        waiting = (ranks - 1) * plan.SMALL_M.occupancy * Device(132, ranks).resident_share
+        assert waiting < 132, "a multiprocessor is left for the first kernel of the rank that comes last"
+    assert Device(132).resident_share == 132
     assert plan.grid_share(4, 8) == 1
 
 

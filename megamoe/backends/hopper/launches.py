@@ -32,6 +32,15 @@ class Device:
         """Multiprocessors of one rank."""
         return grid_share(self.num_sms, self.num_virtual_ranks)
 
+    @property
+    def resident_share(self) -> int:
+        """Of it, for launches of which a multiprocessor holds two thread blocks and that wait for peers.
+
+        Where ranks share a GPU half of them: multiprocessors without any waiting block must be left. A kernel that
+        divides shared memory and L1 otherwise, such as the one that begins a peer's sub-step, starts on no other.
+        """
+        return self.share if self.num_virtual_ranks == 1 else max(self.share // 2, 1)
+
 
 class Launches:
     """Base of the rooms that launch kernels."""

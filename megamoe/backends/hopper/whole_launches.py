@@ -38,7 +38,7 @@ class WholeLaunches(StagedLaunches, GemmLaunches):
         from megamoe.backends.hopper.device import small_m
 
         b = self.buffers
-        compiled = small_m.front_kernel[(FRONT.occupancy * self.device.share,)](
+        compiled = small_m.front_kernel[(FRONT.occupancy * self.device.resident_share,)](
             b.control,
             b.bases,
             b.image,
@@ -58,7 +58,7 @@ class WholeLaunches(StagedLaunches, GemmLaunches):
         first, second = gemms.tiled(shape.hidden), gemms.tiled(shape.intermediate)
         # Identity experts have no weights; the kernel then has no code that would read them.
         w13, w2 = (layer.w13, layer.w2) if layer.w13 and layer.w2 else (self._no_weights,) * 2
-        compiled = small_m.small_m_kernel[(SMALL_M.occupancy * self.device.share,)](
+        compiled = small_m.small_m_kernel[(SMALL_M.occupancy * self.device.resident_share,)](
             b.control,
             b.bases,
             b.image,
@@ -71,7 +71,7 @@ class WholeLaunches(StagedLaunches, GemmLaunches):
             w2.units,
             w2.out_factor,
             self._limit,
-            self.device.share,
+            self.device.resident_share,
             CHUNKS1=b.image.shape[1] // 128,
             CHUNKS2=b.middle.shape[1] // 128,
             GROUPS1=b.sizes.gemm1_groups,
