@@ -52,55 +52,56 @@ def tiles(
     first weights are on their way by then.
     finish(sums, factor, block, group, rows, entry, rest, OPTIONS, WARPS, BLOCKS, HALVES): what is done with a tile's.
     """
-    threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    tid = gl.arange(0, 32 * WARPS, layout=threads)
-    warp = tid >> 5
-    lane = tid & 31
-    per_entry: gl.constexpr = tiles_of(GROUPS, HALVES)
-    if first < stop:
-        base = units.to(gl.int64)
-        own_unit = warp // HALVES * stream.UNITS_PER_CHUNK + warp % HALVES
-        offset = (own_unit * stream.UNIT_BYTES + lane * 16).to(gl.int64)
-        tokens = image.to(gl.int64) + (warp // HALVES * stream.TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
-        words, scales = stream.load_unit(
-            stream.tile_address(base, work, first, GROUPS, CHUNKS, HALVES) + offset, lane
-        )
-        known = gl.to_tensor(0)
-        for tile in range(first, stop, step):
-            if tile // per_entry >= known:
-                known = gate(known, tile // per_entry, gate_rest)
-            entry = work + tile // per_entry * 4
-            block = gl.load(entry + 1)
-            rows = gl.load(entry + 2)
-            factor = gl.load(out_factor + gl.load(entry))
-            here = stream.tile_address(base, work, tile, GROUPS, CHUNKS, HALVES)
-            more = tile + step < stop
-            following = stream.tile_address(
-                base, work, gl.where(more, tile + step, tile), GROUPS, CHUNKS, HALVES
+    if HALVES == 2 or can_halve(CHUNKS, WARPS):
+        threads: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        tid = gl.arange(0, 32 * WARPS, layout=threads)
+        warp = tid >> 5
+        lane = tid & 31
+        per_entry: gl.constexpr = tiles_of(GROUPS, HALVES)
+        if first < stop:
+            base = units.to(gl.int64)
+            own_unit = warp // HALVES * stream.UNITS_PER_CHUNK + warp % HALVES
+            offset = (own_unit * stream.UNIT_BYTES + lane * 16).to(gl.int64)
+            tokens = image.to(gl.int64) + (warp // HALVES * stream.TOKEN_CHUNK_BYTES + lane * 16).to(gl.int64)
+            words, scales = stream.load_unit(
+                stream.tile_address(base, work, first, GROUPS, CHUNKS, HALVES) + offset, lane
             )
-            at = (here, gl.where(more, following, beyond), offset)
-            chunks = tokens + block.to(gl.int64) * (CHUNKS * stream.TOKEN_CHUNK_BYTES)
-            group = tile % per_entry
-            if HALVES == 1:
-                words, scales = _tile(
-                    words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                    CHUNKS, WARPS, 1, HALVES,
-                )  # fmt: skip
-            elif rows > 16:
-                words, scales = _tile(
-                    words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                    CHUNKS, WARPS, 3, HALVES,
-                )  # fmt: skip
-            elif rows > 8:
-                words, scales = _tile(
-                    words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                    CHUNKS, WARPS, 2, HALVES,
-                )  # fmt: skip
-            else:
-                words, scales = _tile(
-                    words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                    CHUNKS, WARPS, 1, HALVES,
-                )  # fmt: skip
+            known = gl.to_tensor(0)
+            for tile in range(first, stop, step):
+                if tile // per_entry >= known:
+                    known = gate(known, tile // per_entry, gate_rest)
+                entry = work + tile // per_entry * 4
+                block = gl.load(entry + 1)
+                rows = gl.load(entry + 2)
+                factor = gl.load(out_factor + gl.load(entry))
+                here = stream.tile_address(base, work, tile, GROUPS, CHUNKS, HALVES)
+                more = tile + step < stop
+                following = stream.tile_address(
+                    base, work, gl.where(more, tile + step, tile), GROUPS, CHUNKS, HALVES
+                )
+                at = (here, gl.where(more, following, beyond), offset)
+                chunks = tokens + block.to(gl.int64) * (CHUNKS * stream.TOKEN_CHUNK_BYTES)
+                group = tile % per_entry
+                if HALVES == 1:
+                    words, scales = _tile(
+                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
+                        CHUNKS, WARPS, 1, HALVES,
+                    )  # fmt: skip
+                elif rows > 16:
+                    words, scales = _tile(
+                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
+                        CHUNKS, WARPS, 3, HALVES,
+                    )  # fmt: skip
+                elif rows > 8:
+                    words, scales = _tile(
+                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
+                        CHUNKS, WARPS, 2, HALVES,
+                    )  # fmt: skip
+                else:
+                    words, scales = _tile(
+                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
+                        CHUNKS, WARPS, 1, HALVES,
+                    )  # fmt: skip
 
 
 @gluon.jit
