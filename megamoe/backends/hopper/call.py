@@ -125,7 +125,7 @@ class Call:
 
 
 def _small_m(kernels: Kernels, call: Call) -> None:
-    kernels.small_m(call.layer, call.recipe.gemms, call.recipe.grid_rows)
+    kernels.small_m(call.layer, call.recipe.gemms)
 
 
 def _quantize(kernels: Kernels, call: Call) -> None:

@@ -13,15 +13,17 @@ import torch
 from megamoe.backends.hopper import record
 from megamoe.backends.hopper.buffers import BoundLayer, packs_densely
 from megamoe.backends.hopper.control_launches import ControlLaunches
+from megamoe.backends.hopper.gemm_launches import GemmLaunches
 from megamoe.backends.hopper.launches import Device
 from megamoe.backends.hopper.plan import GemmPlan
+from megamoe.backends.hopper.staged_launches import StagedLaunches
 from megamoe.backends.hopper.whole_launches import WholeLaunches
 from megamoe.bundle import Path
 
 __all__ = ["Device", "Kernels"]
 
 
-class Kernels(ControlLaunches, WholeLaunches):
+class Kernels(ControlLaunches, StagedLaunches, GemmLaunches, WholeLaunches):
     """All launches of one rank."""
 
     def warm_up(
@@ -64,8 +66,8 @@ class Kernels(ControlLaunches, WholeLaunches):
             self.gemm2(layer, gemms)
             self.gemm2(layer, gemms, plain_rows=True)
         for gemms in small_m:
-            self.small_m(layer, gemms, 1)
-            self.small_m(BoundLayer(None, None), gemms, 1)
+            self.small_m(layer, gemms)
+            self.small_m(BoundLayer(None, None), gemms)
         for gemms in large_m:
             self.quantize(1)
             self.large_m(layer, gemms)

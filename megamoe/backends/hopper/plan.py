@@ -88,23 +88,16 @@ def halves_tiles(num_tiles: tuple[int, int, int], num_programs: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPlan:
-    """Warps of a thread block and blocks a multiprocessor (prototype's optimum on an H200)."""
+    """Streaming kernel: warps of a thread block and blocks a multiprocessor (prototype's optimum on an H200)."""
 
     warps: int
     occupancy: int
-
-    @property
-    def registers(self) -> int:
-        """A thread's, so that all blocks are there at once."""
-        return (1 << 16) // (32 * self.warps * self.occupancy)
 
 
 GEMM1_STREAM = StreamPlan(warps=8, occupancy=2)
 GEMM2_STREAM = StreamPlan(warps=4, occupancy=4)
 SMALL_M = StreamPlan(warps=8, occupancy=2)
 """Both GEMMs, and all else, in one launch: also what the tiled kernel with up to 64 tokens needs."""
-FRONT = StreamPlan(warps=8, occupancy=4)
-"""small_m's launch before the ring kernel."""
 
 
 SHARED_BYTES = 228 * 1024
@@ -276,11 +269,8 @@ def plan_gemms(
 def plan_small_m(
     shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
 ) -> GemmPlan:
-    """For small_m: where the ring kernel serves, that; else one launch, whose thread blocks have the registers of
-    SMALL_M."""
-    gemms = plan_gemms(shape, max_rows, batch_invariant=batch_invariant, fp8_rows=fp8_rows).bf16
-    if gemms.is_ring:
-        return gemms
+    """For the one launch of small_m, whose thread blocks have the registers of SMALL_M: no ring."""
+    gemms = _streaming_and_tiled(_mean_rows(shape, max_rows), batch_invariant, fp8_rows)
     # Where streaming is the rule, its tokens need L1; FP8 rows are quantized in shared memory.
     narrow = fp8_rows or gemms.stream_max_rows == STREAM_LIMIT
     block_n = MIN_BLOCK_N if narrow else min(gemms.block_n, SMALL_M_BLOCK_N)

@@ -1,18 +1,16 @@
-"""Launches of a whole sub-step or of most of it: small_m, and large_m after its quantize."""
+"""Launches that are a whole sub-step: small_m, and large_m after its quantize."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from megamoe.backends.hopper.board import NARROW_ROWS
 from megamoe.backends.hopper.buffers import BoundLayer
 from megamoe.backends.hopper.device import count
-from megamoe.backends.hopper.gemm_launches import GemmLaunches
-from megamoe.backends.hopper.plan import FRONT, SMALL_M, GemmPlan, check_resident, next_power_of_2
-from megamoe.backends.hopper.staged_launches import StagedLaunches
+from megamoe.backends.hopper.launches import Launches
+from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, check_resident, next_power_of_2
 from megamoe.backends.hopper.widths import cut_table
 from megamoe.errors import InternalError
 
@@ -20,38 +18,11 @@ _COUNT_PAIRS = 2048
 """(token, slot) pairs that a thread block of the counting launch looks at together."""
 
 
-class WholeLaunches(StagedLaunches, GemmLaunches):
+class WholeLaunches(Launches):
     """Of one rank, on the current stream."""
 
-    def small_m(self, layer: BoundLayer, gemms: GemmPlan, max_rows: int) -> None:
-        """The whole sub-step. gemms: of plan_small_m; max_rows: agreed maximum of rows a rank."""
-        if not gemms.is_ring:
-            self._one_launch(layer, gemms)
-            return
-        self._front(layer, gemms)
-        if layer.w13 is not None:
-            self.gemm1(layer, gemms)
-            self.gemm2(layer, gemms)
-        self.combine(max_rows)
-
-    def _front(self, layer: BoundLayer, gemms: GemmPlan) -> None:
-        from megamoe.backends.hopper.device import small_m
-
-        b = self.buffers
-        compiled = small_m.front_kernel[(FRONT.occupancy * self.device.resident_share,)](
-            b.control,
-            b.bases,
-            b.image,
-            *self._tables(gemms),
-            COLUMNS=b.image.shape[1],
-            **self._moved(layer, gemms),
-            num_warps=FRONT.warps,
-            maxnreg=FRONT.registers,
-            **self._chain,
-        )
-        check_resident(compiled.metadata.shared, FRONT.occupancy)
-
-    def _one_launch(self, layer: BoundLayer, gemms: GemmPlan) -> None:
+    def small_m(self, layer: BoundLayer, gemms: GemmPlan) -> None:
+        """The whole sub-step. gemms: of plan_small_m."""
         from megamoe.backends.hopper.device import small_m
 
         b, shape = self.buffers, self.buffers.shape
@@ -65,7 +36,14 @@ class WholeLaunches(StagedLaunches, GemmLaunches):
             b.middle,
             self._tokens(b.image, first),
             self._tokens(b.middle, second),
-            *self._tables(gemms),
+            b.row_slot,
+            b.row_address,
+            b.row_weight,
+            b.block_info,
+            b.work,
+            b.sizes.stream_offset,
+            b.sizes.tiled_offset,
+            gemms.stream_max_rows,
             w13.units,
             w13.out_factor,
             w2.units,
@@ -77,47 +55,26 @@ class WholeLaunches(StagedLaunches, GemmLaunches):
             GROUPS1=b.sizes.gemm1_groups,
             GROUPS2=b.sizes.gemm2_groups,
             TILES=((first.block_n, first.stages, first.ahead),),
-            **self._moved(layer, gemms),
+            **self._ranks,
+            **self._routing,
+            HIDDEN=shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            META_WORDS=b.layout.meta_words,
+            META_BLOCK=next_power_of_2(b.layout.meta_words),
+            RESULT_STRIDE=b.layout.result_bytes,
+            RESULT_BYTES=self.result_bytes,
+            SLOTS=next_power_of_2(shape.num_topk),
+            BINS=next_power_of_2(shape.num_experts_per_rank + 1),
+            WIDTHS=gemms.widths,
+            CUTS=cut_table(gemms.widths),
+            FP8=self.fp8,
+            IDENTITY=layer.w13 is None,
             num_warps=SMALL_M.warps,
-            maxnreg=SMALL_M.registers,
+            maxnreg=128,
             **self._chain,
         )
         # Thread blocks wait for each other: a rank's must all be on the device at once.
         check_resident(compiled.metadata.shared, SMALL_M.occupancy)
-
-    def _tables(self, gemms: GemmPlan) -> tuple[Any, ...]:
-        """Arguments of both kernels of small_m: what the index stage writes, and where."""
-        b = self.buffers
-        return (
-            b.row_slot,
-            b.row_address,
-            b.row_weight,
-            b.block_info,
-            b.work,
-            b.sizes.stream_offset,
-            b.sizes.tiled_offset,
-            gemms.stream_max_rows,
-        )
-
-    def _moved(self, layer: BoundLayer, gemms: GemmPlan) -> dict[str, Any]:
-        """Constants of both kernels of small_m."""
-        b, shape = self.buffers, self.buffers.shape
-        return {
-            **self._ranks,
-            **self._routing,
-            "HIDDEN": shape.hidden,
-            "ROW_BYTES": b.layout.row_bytes,
-            "META_WORDS": b.layout.meta_words,
-            "META_BLOCK": next_power_of_2(b.layout.meta_words),
-            "RESULT_STRIDE": b.layout.result_bytes,
-            "RESULT_BYTES": self.result_bytes,
-            "SLOTS": next_power_of_2(shape.num_topk),
-            "BINS": next_power_of_2(shape.num_experts_per_rank + 1),
-            "WIDTHS": gemms.widths,
-            "CUTS": cut_table(gemms.widths),
-            "FP8": self.fp8,
-            "IDENTITY": layer.w13 is None,
-        }
 
     def quantize(self, max_rows: int) -> None:
         """large_m's first launch. max_rows: agreed maximum of rows a rank."""

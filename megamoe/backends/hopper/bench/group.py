@@ -197,7 +197,7 @@ class RankBench:
         else:
             self.before_gemms(path, gemms, call)
         if path is Path.SMALL_M:
-            self.kernels.small_m(layer, gemms, self.batch.num_rows)
+            self.kernels.small_m(layer, gemms)
         elif path is Path.LARGE_M:
             self.kernels.quantize(self.batch.num_rows)
             self.kernels.large_m(layer, gemms)

@@ -5,8 +5,6 @@ by counters (sync.py); ranks wait only for the flags of those whose rows they ne
 fixed_slot, so that rows travel before anybody has counted anything. While rows are being expanded, the weights that
 come next are already on their way into L2.
 
-Where the ring kernel serves, this launch ends when rows are expanded, and the other paths' GEMMs and combine follow.
-
 The stages themselves are those of the other paths; what is here is their indices in Gluon's layouts.
 """
 
@@ -179,36 +177,6 @@ def _sum(
                 control, results, ids, weights, out, token.to(gl.int64), block, column,
                 NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, RESULT_STRIDE, FP8,
             )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["own_rank", "stream_max_rows"])
-def front_kernel(
-    control, bases, image,
-    row_slot, row_address, row_weight, block_info, work, stream_offset, tiled_offset, stream_max_rows, own_rank,
-    NUM_RANKS: gl.constexpr, NUM_TOPK: gl.constexpr, EXPERTS_PER_RANK: gl.constexpr,
-    HIDDEN: gl.constexpr, ROW_BYTES: gl.constexpr, META_WORDS: gl.constexpr, META_BLOCK: gl.constexpr,
-    RESULT_STRIDE: gl.constexpr, RESULT_BYTES: gl.constexpr, SLOTS: gl.constexpr, BINS: gl.constexpr,
-    COLUMNS: gl.constexpr, WIDTHS: gl.constexpr, CUTS: gl.constexpr, FP8: gl.constexpr, IDENTITY: gl.constexpr,
-):  # fmt: skip
-    """What comes before the GEMMs, for where these are the ring kernel. COLUMNS: of the image."""
-    after_previous_gluon()
-    rank = gl.arange(0, NUM_RANKS, layout=LINE)
-    _send(
-        control, bases, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, HIDDEN, ROW_BYTES, META_WORDS,
-        META_BLOCK,
-    )  # fmt: skip
-    _list_rows(
-        control, bases, row_slot, row_address, row_weight, block_info, work, stream_offset, tiled_offset,
-        stream_max_rows, rank, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS, RESULT_STRIDE,
-        RESULT_BYTES, WIDTHS, CUTS, SLOTS, BINS,
-    )  # fmt: skip
-    if gl.load(control + flags.FAILED, volatile=True) == 0:
-        if IDENTITY:
-            _identity(
-                control, bases, row_slot, row_address, row_weight, block_info, work, own_rank, HIDDEN, ROW_BYTES, FP8
-            )  # fmt: skip
-        else:
-            _expand(control, bases, image, row_slot, block_info, work, own_rank, HIDDEN, ROW_BYTES, COLUMNS)
 
 
 @gluon.jit(do_not_specialize=["own_rank", "stream_max_rows", "num_slots"])
