@@ -7,6 +7,7 @@ step_loop.py answers them. Tensors are views into the ring record, never copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -145,8 +146,7 @@ class PlanReply:
     sub_steps: tuple[SubStep, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerReply:
+class LayerReply(NamedTuple):
     """Output rows [n, hidden] bf16 (a view into the ring record, valid until the record is released) and reports."""
 
     hidden_states: torch.Tensor

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -306,7 +305,7 @@ class CallQueue:
 
     def _remember(self, sequence: int, call_id: CallId | None, reply: Reply) -> None:
         if isinstance(reply, LayerReply):
-            reply = replace(reply, hidden_states=_NO_ROWS)
+            reply = reply._replace(hidden_states=_NO_ROWS)
         self._missed[sequence] = (call_id, reply)
         while len(self._missed) > _REMEMBERED_CALLS:
             self._missed.popitem(last=False)

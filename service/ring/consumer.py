@@ -44,7 +44,7 @@ class RingConsumer:
         self.buf = segment.buf
         self.spec = spec
         self.caller_shape = caller_shape
-        self.lent = LentTable()
+        self.lent = LentTable(self._forget_batches)
         self.no_rows = torch.empty((0, spec.hidden), dtype=torch.bfloat16)
         self.fault: InvalidArgumentError | None = None
         self.on_close: Callable[[], None] = _nothing
@@ -153,6 +153,10 @@ class RingConsumer:
                 self._views.clear()
             self._views[key] = found
         return found
+
+    def _forget_batches(self) -> None:
+        for views in self._views.values():
+            views.forget_batches()
 
     def _own_ids_at(self, offset: int, rows: int) -> torch.Tensor | None:
         """Room of a place's own for a caller's ids; None where there is none left, or they are too many."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from megamoe import MX_BLOCK, Deployment
 from megamoe.errors import InvalidArgumentError, must_be
@@ -52,8 +52,9 @@ def align_up(num_bytes: int, align: int = RECORD_ALIGN) -> int:
     return -(-num_bytes // align) * align
 
 
+@cache
 def layer_reply_at(body_bytes: int) -> int:
-    """Where in the record of a layer call its reply starts."""
+    """Where in the record of a layer call its reply starts. body_bytes: checked, so that few of them are remembered."""
     return RECORD_ALIGN + align_up(max(body_bytes, LAYER_BODY_BYTES))
 
 

@@ -71,9 +71,13 @@ class LentMemory:
 
 
 class LentTable:
-    """The memories of one caller. One thread at a time (the step loop's lock)."""
+    """The memories of one caller. One thread at a time (the step loop's lock).
 
-    def __init__(self) -> None:
+    on_drop: called when one goes, so that nobody keeps tensors in it.
+    """
+
+    def __init__(self, on_drop: Callable[[], None]) -> None:
+        self._on_drop = on_drop
         self._by_id: dict[int, LentMemory] = {}
 
     def __len__(self) -> int:
@@ -91,6 +95,7 @@ class LentTable:
         """Raises InvalidArgumentError for an id that is not there."""
         if memory_id not in self._by_id:
             raise InvalidArgumentError(must_be("memory_id", "one that is registered", memory_id))
+        self._on_drop()
         self._by_id.pop(memory_id).drop()
 
     def drop_all(self) -> None:

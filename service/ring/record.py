@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _memmove = ctypes.memmove
+_MOST_BATCHES = 16
 
 
 class TypedViews:
@@ -40,7 +41,7 @@ class TypedViews:
 class CallViews:
     """The tensors of one place in the ring. rows: None where they lie in lent memory, as do scales and out."""
 
-    __slots__ = ("_batch", "_copy", "_host_ids", "ids", "out", "own_ids", "rows", "sf", "weights")
+    __slots__ = ("_batches", "_copy", "_host_ids", "ids", "out", "own_ids", "rows", "sf", "weights")
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class CallViews:
         self.weights = view(start + where.weights_at, rows, spec.num_topk, torch.float32)
         self.own_ids = torch.empty_like(self.ids) if own_ids is None else own_ids
         self._host_ids = HostIds(self.own_ids)
-        self._batch: MoeBatch | None = None
+        self._batches: dict[int, MoeBatch] = {}
+        """By the id of their rows, which they keep: callers with rows in memory of theirs use few places in turn."""
         self._copy = self.own_ids.data_ptr(), self.ids.data_ptr(), 4 * rows * spec.num_topk
         self.rows: torch.Tensor | None = None
         self.sf: torch.Tensor | None = None
@@ -78,10 +80,17 @@ class CallViews:
         """
         _memmove(*self._copy)
         self._host_ids.check(shape)
-        batch = self._batch
+        batch = self._batches.get(id(x))
         if batch is None or batch.hidden_states is not x or batch.hidden_states_sf is not sf:
-            batch = self._batch = MoeBatch(x, self.own_ids, self.weights, sf)
+            batch = MoeBatch(x, self.own_ids, self.weights, sf)
+            if len(self._batches) == _MOST_BATCHES:
+                self._batches.clear()
+            self._batches[id(x)] = batch
         return batch
+
+    def forget_batches(self) -> None:
+        """Let go of rows in memory of the caller."""
+        self._batches.clear()
 
 
 class Record:

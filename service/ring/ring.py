@@ -15,7 +15,6 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -312,7 +311,7 @@ class RingProducer:
         try:
             reply = self.wait(ticket, timeout_s)
             if isinstance(reply, LayerReply):
-                reply = replace(reply, hidden_states=reply.hidden_states.clone())
+                reply = reply._replace(hidden_states=reply.hidden_states.clone())
             return reply
         finally:
             self.release(ticket)

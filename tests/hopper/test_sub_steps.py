@@ -279,6 +279,37 @@ def test_rows_of_another_process_are_awaited_before_the_first_launch() -> None:
     assert torch.equal(out, identity_moe(batch, SHAPE, RowFormat.BF16))
 
 
+def test_tensors_of_callers_are_looked_up_once_and_read_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, stream = Kernels(), Stream()
+    played: Any = stream
+    staging = Staging(SHAPE, 16, CPU, played)
+    parts: tuple[Any, ...] = (kernels, staging, stream, None)
+    steps = SubSteps(*parts)
+    looked: list[MoeBatch] = []
+    bring = staging.bring
+    monkeypatch.setattr(staging, "bring", lambda batch, result: looked.append(batch) or bring(batch, result))
+    batch, other = batch_of(3), batch_of(4)
+    out = torch.zeros_like(batch.hidden_states)
+
+    def check(num_looks: int, epoch: int) -> None:
+        run(steps, launch_of(Path.FIXED_SLOT, 3, epoch=epoch), batch, out)
+        assert torch.equal(out, identity_moe(batch, SHAPE, RowFormat.BF16))
+        assert len(looked) == num_looks
+
+    check(1, 3)
+    check(2, 4)  # this process's own: it may let go of them, and the next ones may lie elsewhere
+    tensors = batch.hidden_states, batch.topk_ids, batch.topk_weights, out
+    ranges = [range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+    for addresses in ranges:
+        staging.pins.add(addresses)
+    check(3, 5)
+    batch.hidden_states.copy_(other.hidden_states[1:])
+    batch.topk_ids.copy_(other.topk_ids[1:])
+    check(3, 6)
+    staging.pins.discard(ranges[0])  # the caller took it back
+    check(4, 7)
+
+
 def test_rows_that_never_come_end_the_call_at_its_deadline_naming_this_rank() -> None:
     kernels = Kernels()
     steps = steps_of(kernels, Stream(), None)

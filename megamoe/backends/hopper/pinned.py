@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megamoe.backends.hopper import driver
@@ -14,17 +16,24 @@ class Pins:
 
     def __init__(self) -> None:
         self._ranges: tuple[range, ...] = ()
+        self.on_discard: Callable[[], None] = _nothing
+        """Called when memory goes, so that nobody keeps what was found out about it."""
 
     def add(self, addresses: range) -> None:
         self._ranges = (*self._ranges, addresses)
 
     def discard(self, addresses: range) -> None:
         self._ranges = tuple(known for known in self._ranges if known is not addresses)
+        self.on_discard()
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether a contiguous tensor lies in one of them: all of it does, as memory is pinned whole."""
         address = tensor.data_ptr()
         return any(address in addresses for addresses in self._ranges)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 class PinnedMemory:

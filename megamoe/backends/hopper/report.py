@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 
 from megamoe.backends import Launch
 from megamoe.backends.hopper.board import SECTIONS
@@ -15,6 +16,16 @@ from megamoe.bundle import Path, RowFormat
 from megamoe.errors import PeerRefusedError, PeerTimeoutError
 from megamoe.layout import FLAG_BYTES, FlagKind, ranks_in
 from megamoe.shape import MoeShape
+
+_reported = itemgetter(
+    Word.FP8,
+    Word.BYTES_SENT,
+    Word.PADDED_ROWS,
+    Word.DROPPED_SLOTS,
+    Word.ROWS_RECEIVED,
+    Word.STARTED_NS,
+    Word.ENDED_NS,
+)
 
 
 def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
@@ -42,24 +53,25 @@ def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
 def report_of(status: Sequence[int], call: Call, shape: MoeShape) -> SubStepReport:
     """The report of a call that did not fail. Its marks must have passed."""
     sub_step, closing = call.launch.sub_step, call.launch.closing
+    fp8, sent, padded, dropped, received, started_ns, ended_ns = _reported(status)
     counted = exchanges_counts(sub_step.path)
     flag_bytes = _flag_bytes(sub_step.path, closing, shape.num_ranks, shape.num_experts_per_rank)
     return SubStepReport(
         path=sub_step.path,
         runtime_capacity=sub_step.runtime_capacity,
         num_rows_per_rank=sub_step.num_rows_per_rank,
-        row_format_per_rank=_row_formats(status[Word.FP8], shape.num_ranks),
+        row_format_per_rank=_row_formats(fp8, shape.num_ranks),
         counters=Counters(
             count_exchanges=int(counted),
             prepare_passes=int(counted),
             launches=call.num_launches,
             group_barriers=int(call.compact) + int(closing),
-            bytes_sent=status[Word.BYTES_SENT] + flag_bytes,
-            padded_rows=status[Word.PADDED_ROWS],
-            dropped_slots=status[Word.DROPPED_SLOTS],
-            rows_received=status[Word.ROWS_RECEIVED],
+            bytes_sent=sent + flag_bytes,
+            padded_rows=padded,
+            dropped_slots=dropped,
+            rows_received=received,
         ),
-        times=StageTimes(**call.stage_us(), total_us=(status[Word.ENDED_NS] - status[Word.STARTED_NS]) / 1e3),
+        times=StageTimes(**call.stage_us(), total_us=(ended_ns - started_ns) / 1e3),
     )
 
 

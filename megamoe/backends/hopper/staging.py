@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megamoe.backends.hopper.buffers import Addresses
+from megamoe.backends.hopper.memory import DeviceMemory
 from megamoe.backends.hopper.pinned import Pins
 from megamoe.backends.hopper.stream import RankStream
 from megamoe.batch import MoeBatch
@@ -94,6 +95,19 @@ class Staging:
             ids_src,
             weights_src,
         )
+
+    def is_of_callers(self, batch: MoeBatch, out: torch.Tensor, owner: DeviceMemory | None) -> bool:
+        """Whether all of these lie in memory of callers that kernels reach: then nothing of them is copied, and nobody
+        waits for this process to let go of the tensors."""
+        hold, scales = self.pins.hold, batch.hidden_states_sf
+        rows = (batch.hidden_states, out) if scales is None else (batch.hidden_states, out, scales)
+        if not (hold(batch.topk_ids) and hold(batch.topk_weights)):
+            return False
+        if any(tensor.data_ptr() % ALIGNMENT for tensor in (*rows, batch.topk_ids, batch.topk_weights)):
+            return False
+        if owner is not None:
+            return all(owner.holds(tensor.data_ptr()) for tensor in rows)
+        return all(hold(tensor) and tensor.nbytes <= self.in_place_bytes for tensor in rows)
 
     def _rows(self, name: str, tensor: torch.Tensor) -> int:
         if in_place(tensor):

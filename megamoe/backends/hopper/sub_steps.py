@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from struct import Struct
+from typing import NamedTuple
 
 import torch
 
@@ -20,14 +21,25 @@ from megamoe.backends.hopper.kernels import Kernels
 from megamoe.backends.hopper.memory import DeviceMemory
 from megamoe.backends.hopper.record import NUM_WORDS
 from megamoe.backends.hopper.report import raise_failures, report_of
-from megamoe.backends.hopper.staging import Staging
+from megamoe.backends.hopper.staging import Outgoing, Staging
 from megamoe.backends.hopper.stream import RankStream
 from megamoe.batch import MoeBatch, SubStepReport
 from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError
 
 _MIN_TIMEOUT_NS = 1_000_000
+_MAX_PLACED = 64
 _NO_ROWS = Addresses(0, 0, 0, 0, 0, 0)
 _WORDS = Struct(f"{NUM_WORDS}q")
+
+
+class Placed(NamedTuple):
+    """Tensors of a call, whose memory they lie in, and where kernels reach them."""
+
+    batch: MoeBatch
+    out: torch.Tensor
+    owner: DeviceMemory | None
+    result: Outgoing
+    at: Addresses
 
 
 class SubSteps:
@@ -45,6 +57,9 @@ class SubSteps:
         self._request = host_view(self._buffers.request)
         self._report = host_view(self._buffers.report)
         self._offsets: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._placed: dict[int, Placed] = {}
+        """By the id of their batch, which they keep."""
+        staging.pins.on_discard = self._placed.clear
         self.lent: list[DeviceMemory] = []
         """Memory of other processes, in which rows may still be under way."""
         self._entered: Launch | None = None
@@ -68,18 +83,14 @@ class SubSteps:
         if layer is None:
             raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
         recipe = self._recipes.of(launch.sub_step)
-        owner = self._owner_of(batch.hidden_states.data_ptr())
-        if any(
-            tensor.is_cuda and not (owner is not None and owner.holds(tensor.data_ptr()))
-            for tensor in (batch.hidden_states, batch.topk_ids, batch.topk_weights, out)
-        ):
-            self._stream.after_caller()
-        result = self._staging.outgoing(out)
-        call = self._call = Call(launch, layer, recipe, batch, result)
-        self._ask(launch, self._staging.bring(batch, result))
+        placed = self._placed.get(id(batch))
+        if placed is None or placed.batch is not batch or placed.out is not out:
+            placed = self._place(batch, out)
+        call = self._call = Call(launch, layer, recipe, batch, placed.result)
+        self._ask(launch, placed.at)
         # Only now: rows in lent memory are read in place, by the first launch at the earliest.
-        if owner is not None:
-            self._await(owner, launch)
+        if placed.owner is not None:
+            self._await(placed.owner, launch)
         if self._graphs is not None and recipe.captured:
             self._graphs.replay(call.graph_key, partial(self._launch_all, call))
             call.in_graph = True
@@ -87,6 +98,22 @@ class SubSteps:
         with self._stream.current():
             self._kernels.take(recipe.grid_rows)
         self._mark(call, "begin")
+
+    def _place(self, batch: MoeBatch, out: torch.Tensor) -> Placed:
+        """Bring tensors to where kernels reach them, in the order of whoever queued work on them."""
+        owner = self._owner_of(batch.hidden_states.data_ptr())
+        if any(
+            tensor.is_cuda and not (owner is not None and owner.holds(tensor.data_ptr()))
+            for tensor in (batch.hidden_states, batch.topk_ids, batch.topk_weights, out)
+        ):
+            self._stream.after_caller()
+        result = self._staging.outgoing(out)
+        placed = Placed(batch, out, owner, result, self._staging.bring(batch, result))
+        if self._staging.is_of_callers(batch, out, owner):
+            if len(self._placed) == _MAX_PLACED:
+                self._placed.clear()
+            self._placed[id(batch)] = placed
+        return placed
 
     def _ask(self, launch: Launch, at: Addresses) -> None:
         """Write the request to where the first kernel takes it from. Nothing may be under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -248,6 +249,26 @@ def test_places_that_cannot_be_are_refused(
     record.reply(ErrorReply(code=refusal[0], message=refusal[1]))
     ends.rank.lent.drop_all()
     assert sorted(ends.closed) == [1, 3], "a refused call uses no memory"
+
+
+def test_nobody_keeps_rows_in_memory_that_was_taken_back(ends: Ends, lent: SharedMemory) -> None:
+    ends.lend(1, lent)
+    _, ids, weights = rows_of(2)
+    pointers = 0, 0, ids.data_ptr(), weights.data_ptr()
+    kept = []
+    for rows_at in (0, 512, 0):  # two buffers in turn
+        at = ends.caller.start_call(NAMES, 0, 5, 2, pointers, (1, 1, rows_at, 0, 1024), flags=FLAG_IN_MEMORY)
+        (record,) = ends.rank.poll()
+        record.layer_head()
+        kept.append(weakref.ref(record.batch().hidden_states))
+        batch_of_last = record.batch()
+        answer(record)
+        ends.caller.end_call(at)
+        del record
+    assert kept[0]() is kept[2]() is batch_of_last.hidden_states
+    del batch_of_last
+    ends.rank.lent.drop(1)
+    assert [one() for one in kept] == [None] * 3
 
 
 def test_memory_belongs_to_its_lease(ends: Ends, lent: SharedMemory) -> None:
