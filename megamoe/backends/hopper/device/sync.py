@@ -85,5 +85,5 @@ def acquire(addresses):
 def fence_proxies():
     """Between ordinary stores and TMA loads of the same memory in one launch: on both sides, next to the counter."""
     tl.inline_asm_elementwise(
-        "fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        "fence.proxy.async.global;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
