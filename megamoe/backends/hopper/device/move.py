@@ -211,7 +211,7 @@ def expand_item(
     entry = tl.load(of_expert + which * EXPERTS_PER_RANK, mask=mine, other=0)
     entry += tl.where(is_full, into // WIDEST, 0)
     rows = tl.load(entries + entry * ENTRY_WORDS + 2, mask=mine, other=0)
-    sync.fence_proxies()
+    sync.fence_global_proxies()
     tl.debug_barrier()
     before = tl.atomic_add(board_at + arrived + entry, 1 + 0 * entry, mask=mine, sem="release", scope="gpu")
     complete = tl.sum((mine & (before == rows - 1)).to(tl.int32))

@@ -85,5 +85,13 @@ def acquire(addresses):
 def fence_proxies():
     """Between ordinary stores and TMA loads of the same memory in one launch: on both sides, next to the counter."""
     tl.inline_asm_elementwise(
+        "fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fence_global_proxies():
+    """The same, for stores to global memory alone: it does not wait for others."""
+    tl.inline_asm_elementwise(
         "fence.proxy.async.global;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )

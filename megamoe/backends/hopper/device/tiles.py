@@ -78,7 +78,7 @@ def look(
     wanted = WANTED + 0 * at
     if WANTED == 0:
         wanted = gl.load(entries + at * ENTRY_WORDS + 2, mask=unknown, other=-1)
-    sync.fence_proxies()
+    sync.fence_global_proxies()
     gl.thread_barrier()
     return state + (unknown & (seen == wanted)).to(gl.int32), gl.max(exists.to(gl.int32), axis=0)
 
@@ -122,7 +122,7 @@ def run_early(
         tiled.close_ring(bars, STAGES)
         gl.store(board_at + TAKEN + (entry * GROUPS + group), 1)
         gl.atomic_add(board_at + EARLY, 1, sem="relaxed", scope="gpu")
-        sync.fence_proxies()
+        sync.fence_global_proxies()
         gl.thread_barrier()
         gl.atomic_add(board_at + DONE + entry, 1, sem="release", scope="gpu")
     return state, worked
@@ -166,7 +166,7 @@ def _await_entry(known, entry, done, num_entries, lane, waits_with, WANTED: gl.c
             seen = gl.inline_asm_elementwise(
                 LOOK, "=&r,l,r", [at.to(gl.int64), there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
             )
-            sync.fence_proxies()
+            sync.fence_global_proxies()
             known = known + gl.min(gl.where(there & (seen == WANTED), 256, lane), axis=0)
             if entry >= known:
                 alive = arrivals.go_on(control, bases, lane, rank, started, own_rank, rank.shape[0])
@@ -220,7 +220,7 @@ def _all_of_width(
         tiled.close_ring(bars, STAGES)
     if WANTED == 0:
         # All of a width together: each by itself would be a wait for its stores.
-        sync.fence_proxies()
+        sync.fence_global_proxies()
         gl.thread_barrier()
         for some in range(first, stop, programs * 256):
             own = some + lane * programs
