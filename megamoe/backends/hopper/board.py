@@ -1,8 +1,8 @@
-"""large_m's board: what thread blocks of one persistent launch tell each other, in device memory of the rank.
+"""large_m's board: what thread blocks of its launches tell each other, in device memory of the rank.
 
-Rows travel and are laid out in items of ITEM_TOKENS tokens, which are handed out by tickets. GEMM tiles are dealt out
-beforehand, as compact's are: a thread block only looks, for several of its tiles at a time, whether the rows of their
-entries have come, or their intermediate. The quantize launch zeroes everything up to `tables`.
+Rows are laid out in items of ITEM_TOKENS tokens, which are handed out by tickets. GEMM tiles are dealt out beforehand,
+as compact's are: a thread block only looks whether the rows of their entries have come, or their intermediate. The
+quantize launch zeroes everything up to `tables`.
 """
 
 from __future__ import annotations

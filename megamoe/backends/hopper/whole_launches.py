@@ -1,4 +1,4 @@
-"""Launches that are a whole sub-step: small_m, and large_m after its quantize."""
+"""Launches of the paths whose stages overlap: small_m, a whole sub-step, and large_m up to combine."""
 
 from __future__ import annotations
 
