@@ -2,8 +2,9 @@
 
 Thread blocks take turns on tiles, first on all of GEMM1, then on all of GEMM2: streaming ones, then tiled ones. Tiles
 are in the order of their entries, so that all blocks work on few entries at a time, and a streaming tile of GEMM2 waits
-for GEMM1 of its entry only: the entry counts its tiles. Both blocks of a multiprocessor have neighbouring tiles, which
-share tokens in L1. The tiled kernel, which has the few hot experts, waits for all of its tiles of GEMM1.
+for GEMM1 of its entry only: the entry counts its tiles. Both blocks of a multiprocessor begin with neighbouring tiles,
+which share tokens in L1. Streaming tiles of GEMM2 after a block's first are drawn by tickets: blocks differ in speed by
+a tenth. The tiled kernel, which has the few hot experts, waits for all of its tiles of GEMM1.
 """
 
 from __future__ import annotations
@@ -56,21 +57,22 @@ def _stream1(
     CHUNKS: gl.constexpr, CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     stream_tiles.tiles(
-        w13, w13_factor, image, work, first, stop, gl.num_programs(0), beyond, _expanded, (control + sync.EXPANDED,),
-        _finish1, (middle, limit), CHUNKS_OUT, CHUNKS, GROUPS, WARPS, HALVES,
+        w13, w13_factor, image, work, first, stop, gl.num_programs(0), beyond, control, _expanded,
+        (control + sync.EXPANDED,), _finish1, (middle, limit), CHUNKS_OUT, CHUNKS, GROUPS, WARPS, HALVES, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def _stream2(
-    row_address, row_weight, w2, w2_factor, middle, work, num_entries, tiles1, first, stop,
+    control, row_address, row_weight, w2, w2_factor, middle, work, num_entries, tiles1, first, stop,
     HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr, HALVES: gl.constexpr,
     ENTRIES: gl.constexpr,
 ):  # fmt: skip
     awaited = (work, num_entries, tiles1, gl.arange(0, ENTRIES, layout=LINE))
     stream_tiles.tiles(
-        w2, w2_factor, middle, work, first, stop, gl.num_programs(0), stream_tiles.nothing(), _multiplied, awaited,
-        gemm2.finish_stream, (row_address, row_weight), (HIDDEN, FP8), CHUNKS, GROUPS, WARPS, HALVES,
+        w2, w2_factor, middle, work, first, stop, gl.num_programs(0), stream_tiles.nothing(),
+        control + sync.TICKET, _multiplied, awaited, gemm2.finish_stream, (row_address, row_weight),
+        (HIDDEN, FP8), CHUNKS, GROUPS, WARPS, HALVES, True,
     )  # fmt: skip
 
 
@@ -170,12 +172,12 @@ def multiply(
         sync.arrive(control + sync.MULTIPLIED)
     if halved2:
         _stream2(
-            row_address, row_weight, w2, w2_factor, middle, stream_work, num_entries, tiles1, first2, stop2,
+            control, row_address, row_weight, w2, w2_factor, middle, stream_work, num_entries, tiles1, first2, stop2,
             HIDDEN, CHUNKS2, GROUPS2, FP8, 1, ENTRIES,
         )  # fmt: skip
     else:
         _stream2(
-            row_address, row_weight, w2, w2_factor, middle, stream_work, num_entries, tiles1, first2, stop2,
+            control, row_address, row_weight, w2, w2_factor, middle, stream_work, num_entries, tiles1, first2, stop2,
             HIDDEN, CHUNKS2, GROUPS2, FP8, 2, ENTRIES,
         )  # fmt: skip
     if has_tiles:

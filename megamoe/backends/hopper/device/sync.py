@@ -17,6 +17,7 @@ EXPANDED = tl.constexpr(int(Word.EXPANDED))
 MULTIPLIED = tl.constexpr(int(Word.MULTIPLIED))
 RETURNED = tl.constexpr(int(Word.RETURNED))
 ANSWERED = tl.constexpr(int(Word.ANSWERED))
+TICKET = tl.constexpr(int(Word.TICKET))
 # One thread of a block looks: all threads of all blocks at one address are in the way of those that arrive.
 _SPIN = """{{
 .reg .pred p;
@@ -34,6 +35,12 @@ mov.u32 $0, 0;
 }}"""
 SPIN = tl.constexpr(_SPIN.format(bits=64))
 SPIN_WORD = tl.constexpr(_SPIN.format(bits=32))
+DRAW = tl.constexpr("""{
+.reg .pred p;
+setp.eq.s32 p, $2, 0;
+mov.b32 $0, 0;
+@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1;
+}""")
 
 
 @triton.jit
@@ -79,6 +86,20 @@ def acquire(addresses):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def draw(queue, tid):
+    """Ask for this thread block's next ticket: 0, 1, ... over all of them. Thread 0 gets it, later."""
+    return tl.inline_asm_elementwise(
+        DRAW, "=&r,l,r", [queue.to(tl.int64) + 0 * tid, tid], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def drawn(ticket):
+    """The ticket, for all threads."""
+    return tl.sum(ticket, axis=0)
 
 
 @triton.jit
