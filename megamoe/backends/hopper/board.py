@@ -1,8 +1,8 @@
-"""large_m's board: what thread blocks of its launches tell each other, in device memory of the rank.
+"""large_m's board: what thread blocks of one persistent launch tell each other, in device memory of the rank.
 
-Rows are laid out in items of ITEM_TOKENS tokens, which are handed out by tickets. GEMM tiles are dealt out beforehand,
-as compact's are: a thread block only looks whether the rows of their entries have come, or their intermediate. The
-quantize launch zeroes everything up to `tables`.
+Every kind of work is handed out by tickets. Rows travel and are laid out in items of ITEM_TOKENS tokens; a GEMM tile
+may run once its entry (an expert's next `block_n` rows) is complete, and complete entries stand in a queue, so that
+tiles run in the order in which their rows arrived. The quantize launch zeroes everything up to `tables`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from megamoe.backends.hopper.tables import TableSizes
 from megamoe.shape import MoeShape
 
 ITEM_TOKENS = 8
-ROWS_TOGETHER = 4
-"""Of an item, whose loads are under way together."""
 SECTIONS = 8
 """Parts of a source's rows that it reports as sent, one after the other, in its payload flag."""
-PATIENCE_NS = 20_000
-"""A thread block that has found nothing to move for so long runs a tile early, if there is one whose rows are there."""
-MAX_WIDTHS = 8
-"""Of tiles: as many as a thread block's 256 threads have TILES_IN_SIGHT of."""
-TILES_IN_SIGHT = 32
-"""Of each width, a thread block's next tiles, for all of which it looks together."""
+NARROW_ROWS = 128
+"""Entries of up to so many rows are multiplied by a narrow tile, at two thirds of a wide one's time."""
+HELPER_SHARE = 16
+"""One thread block in so many moves rows before it multiplies: what is moved then costs the others no time."""
 PLACE_SHIFT = 12
 """In a row's metadata: local expert in the low bits, above them its place among the source's rows of that expert."""
 MAX_EXPERTS_PER_RANK = 1 << PLACE_SHIFT
@@ -36,10 +32,12 @@ class BoardWord:
     """Next item of this rank's rows to be sent."""
     REPORTED = 1
     """Sections reported so far."""
-    COMPLETE = 2
-    """Entries whose rows have all come."""
-    EARLY = 3
-    """Tiles of GEMM1 that have run while rows were late."""
+    HEAD1 = 2
+    HEAD2 = 3
+    """Next tickets of GEMM1 and GEMM2."""
+    TAIL1 = 4
+    TAIL2 = 5
+    """Entries in the two queues."""
     EXPAND = 8
     """Per source: the next of its items to be laid out (MAX_RANKS words)."""
     SENT = 16
@@ -48,22 +46,15 @@ class BoardWord:
     """Begin of the lists with one word an entry."""
 
 
-EXPERT_WORDS = 6
-"""Of an expert in the tables: its first row, rows before its last two tiles, the width of the first of these, the entry
-of its first widest tile, and those of its last two."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BoardLayout:
-    """Word offsets of the lists: rows arrived and tiles of GEMM1 done of every entry; whether a tile of GEMM1 has run
-    early, num_groups of them an entry; then the tables that the first thread blocks write: where a source's rows of an
-    expert begin; EXPERT_WORDS lists with a word an expert; for every width the number of its entries and the first
-    one."""
+    """Word offsets of the lists: rows arrived and tiles done of every entry, the queues (entry + 1 by position), then
+    the tables that the first thread blocks write: where a source's rows of an expert begin, an expert's first row,
+    its first entry, and the number of entries."""
 
     max_entries: int
     num_ranks: int
     num_experts: int
-    num_groups: int
 
     @property
     def arrived(self) -> int:
@@ -74,26 +65,20 @@ class BoardLayout:
         return self.arrived + self.max_entries
 
     @property
-    def taken(self) -> int:
+    def queue1(self) -> int:
         return self.done + self.max_entries
 
     @property
-    def tables(self) -> int:
-        return self.taken + self.max_entries * self.num_groups
+    def queue2(self) -> int:
+        return self.queue1 + self.max_entries
 
     @property
-    def of_width(self) -> int:
-        return self.tables + self.num_experts * (self.num_ranks + EXPERT_WORDS)
+    def tables(self) -> int:
+        return self.queue2 + self.max_entries
 
     @property
     def num_words(self) -> int:
-        return self.of_width + 2 * MAX_WIDTHS
-
-
-def own_tiles(block: int, num_blocks: int, tiles_before: int, num_tiles: int) -> range:
-    """Of a width with num_tiles tiles, and tiles_before of the widths before it, those of a thread block: thread blocks
-    take turns through all widths (device code: tiles.own_tile)."""
-    return range((block - tiles_before) % num_blocks, num_tiles, num_blocks)
+        return self.tables + self.num_experts * (self.num_ranks + 2) + 1
 
 
 def board_layout(sizes: TableSizes) -> BoardLayout:
@@ -101,7 +86,6 @@ def board_layout(sizes: TableSizes) -> BoardLayout:
         max_entries=sizes.max_tiled_entries,
         num_ranks=sizes.shape.num_ranks,
         num_experts=sizes.shape.num_experts_per_rank,
-        num_groups=sizes.gemm1_groups,
     )
 
 
@@ -109,5 +93,5 @@ def plan_large_m(
     shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
 ) -> GemmPlan:
     """Tiles of the persistent launch, the same for every step: one thread block a multiprocessor, as wide as memory
-    allows."""
+    allows; an expert's last rows may take a narrow tile (NARROW_ROWS)."""
     return GemmPlan(stream_max_rows=0, block_n=128 if fp8_rows else MAX_BLOCK_N)

@@ -95,6 +95,7 @@ class RankBuffers:
         if layout.bundle.capacities(Path.LARGE_M):
             self.board = table(self.board_layout.num_words, torch.int32)
             self.places = table(layout.capacity * self.shape.num_topk, torch.int32)
+            self.quantized = table(layout.capacity * layout.row_bytes, torch.uint8)
         # Zeroed once: rows past an expert's last are multiplied too, and may hold anything but must be finite bytes
         # of an older step rather than whatever the allocator returns.
         self.image = torch.zeros((rows, sizes.image_columns), dtype=torch.bfloat16, device=device)

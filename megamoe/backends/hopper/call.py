@@ -134,7 +134,6 @@ def _quantize(kernels: Kernels, call: Call) -> None:
 
 def _large_m(kernels: Kernels, call: Call) -> None:
     kernels.large_m(call.layer, call.recipe.gemms)
-    kernels.combine(call.recipe.grid_rows)
 
 
 def _prepare(kernels: Kernels, call: Call) -> None:

@@ -18,8 +18,6 @@ from megamoe.layout import FlagKind
 
 _BLOCK = 1024
 """Columns that a thread block of dispatch or combine handles at a time."""
-MANY_ROWS, WIDE_BLOCK = 1024, 8192
-"""From so many rows on thread blocks of dispatch take more columns at a time; those of large_m always."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ import torch
 
 from megamoe.backends.hopper.device import combine, dispatch, expand, identity, index, prepare
 from megamoe.backends.hopper.fp8_launches import Fp8Launches
-from megamoe.backends.hopper.launches import MANY_ROWS, WIDE_BLOCK
 from megamoe.backends.hopper.plan import INDEX_PART, GemmPlan, index_block_tokens, next_power_of_2
 from megamoe.backends.hopper.widths import cut_table
 from megamoe.layout import FlagKind
 
 _PREPARE_TOKENS = 512
 INDEX_WARPS, INDEX_SPLITS = 8, 4
+MANY_ROWS, WIDE_BLOCK = 1024, 8192
+"""From so many rows on thread blocks of dispatch take more columns at a time."""
 EXPAND_WARPS, EXPAND_BLOCKS = 8, 6
 """Warps of a thread block and thread blocks a multiprocessor."""
 

@@ -1,13 +1,18 @@
-"""Launches of the paths whose stages overlap: small_m, a whole sub-step, and large_m up to combine."""
+"""Launches that are a whole sub-step: small_m, and large_m after its quantize."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
+from megamoe.backends.hopper.board import NARROW_ROWS
 from megamoe.backends.hopper.buffers import BoundLayer
 from megamoe.backends.hopper.device import count
-from megamoe.backends.hopper.launches import WIDE_BLOCK, Launches
-from megamoe.backends.hopper.packing import PackedMatrix
-from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, TiledPlan, check_resident, next_power_of_2
+from megamoe.backends.hopper.launches import Launches
+from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, check_resident, next_power_of_2
 from megamoe.backends.hopper.widths import cut_table
+from megamoe.errors import InternalError
 
 _COUNT_PAIRS = 2048
 """(token, slot) pairs that a thread block of the counting launch looks at together."""
@@ -74,11 +79,11 @@ class WholeLaunches(Launches):
     def quantize(self, max_rows: int) -> None:
         """large_m's first launch. max_rows: agreed maximum of rows a rank."""
         b, shape = self.buffers, self.buffers.shape
-        block = min(WIDE_BLOCK, next_power_of_2(shape.hidden))
-        count.quantize_kernel[(shape.num_experts + self._grid(max_rows, block)[0],)](
+        count.quantize_kernel[(shape.num_experts + self._grid(max_rows, self._block)[0],)](
             b.control,
             b.bases,
             b.places,
+            b.quantized,
             b.board,
             b.ticket,
             b.board_layout.tables,
@@ -87,39 +92,48 @@ class WholeLaunches(Launches):
             HIDDEN=shape.hidden,
             ROW_BYTES=b.layout.row_bytes,
             COUNTS_WORDS=b.layout.counts_words,
-            BLOCK=block,
+            BLOCK=self._block,
             BLOCK_PAIRS=_COUNT_PAIRS,
             num_warps=8,
             **self._chain,
         )
 
     def large_m(self, layer: BoundLayer, gemms: GemmPlan) -> None:
-        """All up to combine. gemms: of plan_large_m."""
+        """The rest of the sub-step. gemms: of plan_large_m."""
         from megamoe.backends.hopper.device import large_m
 
         b, shape, lists = self.buffers, self.buffers.shape, self.buffers.board_layout
-        entries = b.work[b.sizes.tiled_offset :]
-        weights = layer.w13 or self._no_weights
-        tiles = gemms.tiles(shape.hidden)
+        first, second = gemms.tiled(shape.hidden), gemms.tiled(shape.intermediate)
+        narrow = replace(gemms, block_n=NARROW_ROWS).tiled(shape.hidden)
+        if (first.stages, first.chunks_per_stage) != (second.stages, second.chunks_per_stage):
+            raise InternalError("both GEMMs of large_m share a ring of tokens: their stages must be alike")
+        w13, w2 = (layer.w13, layer.w2) if layer.w13 and layer.w2 else (self._no_weights,) * 2
         large_m.large_m_kernel[(self.device.share,)](
             b.control,
             b.bases,
             b.board,
             b.places,
+            b.quantized.view(torch.int32),
             b.image,
             b.middle,
-            *self._boxes(b.image, tiles),
+            self._tokens(b.image, first),
+            self._tokens(b.middle, second),
+            self._tokens(b.image, narrow),
+            self._tokens(b.middle, narrow),
             b.row_slot,
             b.row_address,
             b.row_weight,
             b.block_info,
-            entries,
-            weights.units,
-            weights.out_factor,
+            b.work[b.sizes.tiled_offset :],
+            w13.units,
+            w13.out_factor,
+            w2.units,
+            w2.out_factor,
             self._limit,
             ARRIVED=lists.arrived,
             DONE=lists.done,
-            TAKEN=lists.taken,
+            QUEUE1=lists.queue1,
+            QUEUE2=lists.queue2,
             TABLES=lists.tables,
             **self._ranks,
             **self._routing,
@@ -130,72 +144,19 @@ class WholeLaunches(Launches):
             COUNTS_WORDS=b.layout.counts_words,
             RESULT_STRIDE=b.layout.result_bytes,
             RESULT_BYTES=self.result_bytes,
+            SEND_WIDE=next_power_of_2(b.layout.row_bytes // 16),
             IMAGE_WIDE=next_power_of_2(b.sizes.image_columns // 8),
-            CHUNKS=b.image.shape[1] // 128,
-            CHUNKS_OUT=b.middle.shape[1] // 128,
-            GROUPS=b.sizes.gemm1_groups,
-            TILES=_settings(tiles),
-            WIDTHS=gemms.widths,
-            CUTS=cut_table(gemms.widths),
+            SUM_BLOCKS=next_power_of_2(shape.hidden // 32),
+            CHUNKS1=b.image.shape[1] // 128,
+            CHUNKS2=b.middle.shape[1] // 128,
+            GROUPS1=b.sizes.gemm1_groups,
+            GROUPS2=b.sizes.gemm2_groups,
+            AHEAD=first.ahead,
+            STAGES=first.stages,
+            BLOCK_N=first.block_n,
+            NARROW_AHEAD=narrow.ahead,
+            NARROW_STAGES=narrow.stages,
             FP8=self.fp8,
             IDENTITY=layer.w13 is None,
             num_warps=8,
-            **self._chain,
         )
-        if layer.w13 is not None and layer.w2 is not None:
-            self._large_m_gemms(layer.w13, layer.w2, gemms)
-
-    def _large_m_gemms(self, w13: PackedMatrix, w2: PackedMatrix, gemms: GemmPlan) -> None:
-        from megamoe.backends.hopper.device import large_m_gemms
-
-        b, shape, lists = self.buffers, self.buffers.shape, self.buffers.board_layout
-        entries = b.work[b.sizes.tiled_offset :]
-        on_board = {"DONE": lists.done, "TAKEN": lists.taken, "OF_WIDTH": lists.of_width}
-        tiles = gemms.tiles(shape.hidden)
-        large_m_gemms.large_m_gemm1_kernel[(self.device.share,)](
-            b.control,
-            b.bases,
-            b.board,
-            entries,
-            *self._boxes(b.image, tiles),
-            b.middle,
-            w13.units,
-            w13.out_factor,
-            self._limit,
-            **self._ranks,
-            **on_board,
-            COLUMNS_OUT=b.middle.shape[1],
-            CHUNKS=b.image.shape[1] // 128,
-            GROUPS=b.sizes.gemm1_groups,
-            TILES=_settings(tiles),
-            num_warps=8,
-            **self._chain,
-        )
-        tiles = gemms.tiles(shape.intermediate)
-        large_m_gemms.large_m_gemm2_kernel[(self.device.share,)](
-            b.control,
-            b.bases,
-            b.board,
-            entries,
-            *self._boxes(b.middle, tiles),
-            b.row_address,
-            b.row_weight,
-            w2.units,
-            w2.out_factor,
-            min(shape.num_experts_per_rank, self.device.share),
-            **self._ranks,
-            **on_board,
-            HIDDEN=shape.hidden,
-            CHUNKS=b.middle.shape[1] // 128,
-            GROUPS=b.sizes.gemm2_groups,
-            GROUPS1=b.sizes.gemm1_groups,
-            TILES=_settings(tiles),
-            FP8=self.fp8,
-            num_warps=8,
-            **self._chain,
-        )
-
-
-def _settings(tiles: tuple[TiledPlan, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Width, stages and chunks ahead of each, as a kernel's constants."""
-    return tuple((tile.block_n, tile.stages, tile.ahead) for tile in tiles)

@@ -201,7 +201,6 @@ class RankBench:
         elif path is Path.LARGE_M:
             self.kernels.quantize(self.batch.num_rows)
             self.kernels.large_m(layer, gemms)
-            self.kernels.combine(self.batch.num_rows)
         else:
             self.kernels.gemm1(layer, gemms)
             self.kernels.gemm2(layer, gemms)

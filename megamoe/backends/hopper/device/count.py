@@ -1,9 +1,8 @@
-"""large_m's first launch: count this rank's rows of every expert, tell the owners, and quantize and send all rows.
+"""large_m's first launch: count this rank's rows of every expert, tell the owners, and quantize all rows.
 
-Rows go into slots reserved for (source, token), so that they may leave before anybody has counted. A row's place among
-this source's rows of its expert is found here, where the order is known, and follows it in the next launch (move.py):
-the owner then lays rows out as they come, without looking at any other. One thread block an expert counts; the rest
-quantize and send.
+A row's place among this source's rows of its expert is found here, where the order is known, and travels with it: the
+owner then lays rows out as they come, without looking at any other. One thread block an expert counts; the rest
+quantize.
 """
 
 from __future__ import annotations
@@ -13,19 +12,7 @@ import triton.language as tl
 
 from megamoe.backends.hopper import board
 from megamoe.backends.hopper.device import chain, flags
-from megamoe.backends.hopper.device.dispatch import (
-    BYTES_SENT,
-    CAPACITY,
-    IDS_PTR,
-    INFO,
-    NUM_ROWS,
-    ROWS_OFFSET,
-    SF_PTR,
-    aligned,
-    owners_of,
-    plain_row,
-    quantized_row,
-)
+from megamoe.backends.hopper.device.dispatch import IDS_PTR, INFO, NUM_ROWS, SF_PTR, plain_row, quantized_row
 from megamoe.backends.hopper.record import Word
 
 COUNTS_OFFSET = tl.constexpr(int(Word.COUNTS_OFFSET))
@@ -46,55 +33,39 @@ def _count(ids, places, number, expert, local, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _send(
-    control, bases, ids, item, own_rank,
-    NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, HIDDEN: tl.constexpr,
-    ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One piece of a row, quantized, to every rank that owns one of its experts."""
+def _quantize(control, rows, item, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    """One piece of a row: codes, then from byte HIDDEN on scales, as rows travel."""
     PIECES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     token = item // PIECES
     block = item % PIECES * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     if tl.load(control + SF_PTR) != 0:
-        codes, scales = quantized_row(control, token, block, column, HIDDEN)
+        code, scale = quantized_row(control, token, block, column, HIDDEN)
     else:
-        codes, scales = plain_row(control, token, column, HIDDEN)
-    owners, _ = owners_of(ids, token, NUM_TOPK, NUM_RANKS, EXPERTS_PER_RANK)
-    slot = own_rank * tl.load(control + CAPACITY).to(tl.int32) + token
-    sent = 0
-    for dst in tl.static_range(NUM_RANKS):
-        mine = (owners >> dst) & 1
-        if mine == 1:
-            row = aligned(
-                tl.load(bases + dst) + tl.load(control + ROWS_OFFSET) + slot.to(tl.int64) * ROW_BYTES
-            )
-            tl.store(row + column, codes, mask=column < HIDDEN)
-            tl.store(row + HIDDEN + block, scales, mask=block < HIDDEN // 32)
-        if dst != own_rank:
-            sent += mine * ROW_BYTES
-    if (item % PIECES == 0) & (NUM_RANKS > 1):
-        tl.atomic_add(control + BYTES_SENT, sent.to(tl.int64), sem="relaxed")
+        code, scale = plain_row(control, token, column, HIDDEN)
+    row = rows + token.to(tl.int64) * ROW_BYTES
+    tl.store(row + column, code, mask=column < HIDDEN)
+    tl.store(row + HIDDEN + block, scale, mask=block < HIDDEN // 32)
 
 
 @triton.jit(do_not_specialize=["own_rank", "board_words"])
 def quantize_kernel(
-    control, bases, places, board_at, ticket, board_words, own_rank,
+    control, bases, places, rows, board_at, ticket, board_words, own_rank,
     NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
     HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, COUNTS_WORDS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """places int32 [n, NUM_TOPK]: place and local expert of every slot that names one. board_at: zeroed here.
-    ticket: int32, zero, counts thread blocks that have told their count."""
+    """places int32 [n, NUM_TOPK]: place and local expert of every slot that names one. rows: uint8 [n, ROW_BYTES].
+    board_at: zeroed here. ticket: int32, zero, counts thread blocks that have told their count."""
     chain.after_previous()
     num_rows = tl.load(control + NUM_ROWS).to(tl.int32)
     NUM_EXPERTS: tl.constexpr = NUM_RANKS * EXPERTS_PER_RANK
-    ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
     program = tl.program_id(0)
     if program < NUM_EXPERTS:
         for start in range(program * 256, board_words, NUM_EXPERTS * 256):
             word = start + tl.arange(0, 256)
             tl.store(board_at + word, 0, mask=word < board_words)
+        ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
         dst = program // EXPERTS_PER_RANK
         local = program % EXPERTS_PER_RANK
         count = _count(ids, places, num_rows * NUM_TOPK, program, local, BLOCK_PAIRS)
@@ -108,16 +79,4 @@ def quantize_kernel(
     else:
         num_items = num_rows * ((HIDDEN + BLOCK - 1) // BLOCK)
         for item in range(program - NUM_EXPERTS, num_items, tl.num_programs(0) - NUM_EXPERTS):
-            _send(
-                control,
-                bases,
-                ids,
-                item,
-                own_rank,
-                NUM_RANKS,
-                NUM_TOPK,
-                EXPERTS_PER_RANK,
-                HIDDEN,
-                ROW_BYTES,
-                BLOCK,
-            )
+            _quantize(control, rows, item, HIDDEN, ROW_BYTES, BLOCK)

@@ -62,7 +62,7 @@ def plain_row(control, token, column, HIDDEN: tl.constexpr):
 
 
 @triton.jit
-def owners_of(ids, token, NUM_TOPK: tl.constexpr, NUM_RANKS: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr):
+def _owners(ids, token, NUM_TOPK: tl.constexpr, NUM_RANKS: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr):
     """Mask of the ranks that own an expert of the token, and how many of its slots name nobody."""
     mask = 0
     dropped = 0
@@ -101,7 +101,7 @@ def send_piece(
 
     first_slot [NUM_RANKS]: of this source at each destination. block [blocks], column [blocks, 32], word [at least
     META_WORDS], rank [NUM_RANKS]: indices in the caller's layouts."""
-    owners, dropped = owners_of(ids, token, NUM_TOPK, NUM_RANKS, EXPERTS_PER_RANK)
+    owners, dropped = _owners(ids, token, NUM_TOPK, NUM_RANKS, EXPERTS_PER_RANK)
     sent = 0
     for dst in tl.static_range(NUM_RANKS):
         slot = tl.sum(tl.where(rank == dst, first_slot, 0))

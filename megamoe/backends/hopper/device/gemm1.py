@@ -112,7 +112,7 @@ def store_features(
 
 
 @gluon.jit
-def finish_part(acc, factor, row, group, rows, rest, COLUMNS_OUT: gl.constexpr):
+def _finish_part(acc, factor, row, group, rows, rest, COLUMNS_OUT: gl.constexpr):
     image, limit = rest
     finish_tiled(acc, factor, limit, image, row, group, rows, COLUMNS_OUT, acc.type.shape[1])
 
@@ -124,7 +124,7 @@ def tiled_tiles(
 ):  # fmt: skip
     """See tiled.persistent."""
     tiled.persistent(
-        boxes, units, out_factor, work, num_entries, place, num_programs, finish_part, (image_out, limit),
+        boxes, units, out_factor, work, num_entries, place, num_programs, _finish_part, (image_out, limit),
         CHUNKS, GROUPS, TILES, CHUNKS_OUT * 128, CLOSES,
     )  # fmt: skip
 

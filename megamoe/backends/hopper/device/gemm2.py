@@ -107,7 +107,7 @@ def finish_tiled(
 
 
 @gluon.jit
-def finish_part(acc, factor, row, group, rows, rest, OPTIONS: gl.constexpr):
+def _finish_part(acc, factor, row, group, rows, rest, OPTIONS: gl.constexpr):
     row_address, row_weight = rest
     finish_tiled(acc, factor, row_address, row_weight, row, group, rows, OPTIONS[0], OPTIONS[1])
 
@@ -119,7 +119,7 @@ def tiled_tiles(
 ):  # fmt: skip
     """See tiled.persistent."""
     tiled.persistent(
-        boxes, units, out_factor, work, num_entries, place, num_programs, finish_part, (row_address, row_weight),
+        boxes, units, out_factor, work, num_entries, place, num_programs, _finish_part, (row_address, row_weight),
         CHUNKS, GROUPS, TILES, (HIDDEN, FP8), CLOSES,
     )  # fmt: skip
 

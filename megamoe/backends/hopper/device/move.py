@@ -1,12 +1,11 @@
-"""What large_m moves, an item of ITEM_TOKENS tokens at a time: what stands beside rows to their owners, and at the
-owners rows to the places where GEMM1 reads them.
+"""What large_m moves, an item of ITEM_TOKENS tokens at a time: rows to their owners, and at the owners rows to the
+places where GEMM1 reads them.
 
-Rows have left before (count.py). Beside a row stand the places that its source has counted out; with the table of where
-every source's rows of an expert begin, an owner lays a row out without looking at any other, and sees when an entry of
-the GEMMs is complete.
+Rows lie in slots reserved for (source, token), so that they may leave before anybody has counted. Beside a row stand
+the places that its source has counted out (count.py); with the table of where every source's rows of an expert begin,
+an owner lays a row out without looking at any other, and sees when an entry of the GEMMs is complete.
 
-`place`, `quad`, `lane`: indices in the caller's layouts; [16-byte places of an image row, 1], [1, 4] and
-[ITEM_TOKENS * 16].
+`place`, `quad`, `lane`: indices in the caller's layouts; [places, 1], [1, 4] and [ITEM_TOKENS * 16].
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from megamoe.backends.hopper.device.dispatch import (
     INFO,
     META_OFFSET,
     NUM_ROWS,
+    ROWS_OFFSET,
     WEIGHTS_PTR,
+    aligned,
 )
 from megamoe.backends.hopper.device.expand import bf16_words, payload_of
 from megamoe.backends.hopper.device.index import COMBINE_OFFSET
-from megamoe.backends.hopper.device.work import ENTRY_WORDS
 
 ITEM_TOKENS = tl.constexpr(board.ITEM_TOKENS)
 SECTIONS = tl.constexpr(board.SECTIONS)
-TOGETHER = tl.constexpr(board.ROWS_TOGETHER)
 EXPERT_MASK = tl.constexpr(board.MAX_EXPERTS_PER_RANK - 1)
 SENT = tl.constexpr(board.BoardWord.SENT)
 REPORTED = tl.constexpr(board.BoardWord.REPORTED)
-COMPLETE = tl.constexpr(board.BoardWord.COMPLETE)
+TAIL1 = tl.constexpr(board.BoardWord.TAIL1)
 
 
 @triton.jit
@@ -46,6 +45,41 @@ def owner_of(ids, at, mask, NUM_RANKS: tl.constexpr, EXPERTS_PER_RANK: tl.conste
     expert = tl.load(ids + at, mask=mask, other=-1)
     valid = (expert >= 0) & (expert < NUM_RANKS * EXPERTS_PER_RANK)
     return tl.where(valid, tl.maximum(expert, 0) // EXPERTS_PER_RANK, -1)
+
+
+@triton.jit
+def _send_rows(
+    control, bases, rows, ids, first, stop, place, quad, own_rank,
+    NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
+    ROW_BYTES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """16-byte pieces of rows to every rank that owns one of their experts. Returns bytes to peers."""
+    SOME: tl.constexpr = place.shape[0] // WIDE
+    piece = place % WIDE
+    begun = 0 * place
+    for part in range(0, ITEM_TOKENS, SOME):
+        token = first + part + place // WIDE
+        inside = (token < stop) & (piece < ROW_BYTES // 16)
+        owners = 0 * place
+        for slot in tl.static_range(NUM_TOPK):
+            owner = owner_of(ids, token * NUM_TOPK + slot, inside, NUM_RANKS, EXPERTS_PER_RANK)
+            owners = owners | tl.where(owner >= 0, 1 << tl.maximum(owner, 0), 0)
+        within = piece * 4 + quad
+        data = tl.load(
+            rows + token.to(tl.int64) * (ROW_BYTES // 4) + within, mask=inside & (owners != 0), other=0
+        )
+        at = (own_rank * tl.load(control + CAPACITY).to(tl.int32) + token).to(tl.int64) * (
+            ROW_BYTES // 4
+        ) + within
+        for dst in tl.static_range(NUM_RANKS):
+            slots = aligned(tl.load(bases + dst) + tl.load(control + ROWS_OFFSET)).to(
+                tl.pointer_type(tl.int32)
+            )
+            mine = inside & (((owners >> dst) & 1) == 1)
+            tl.store(slots + at, data, mask=mine)
+            if dst != own_rank:
+                begun += (mine & (piece == 0)).to(tl.int32)
+    return tl.sum(tl.reshape(begun, [place.shape[0]])) * ROW_BYTES
 
 
 @triton.jit
@@ -95,84 +129,70 @@ def report_section(control, bases, board_at, first, num_rows, own_rank, rank):
 
 @triton.jit
 def send_item(
-    control, bases, board_at, places, item, lane, rank, own_rank,
-    NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, META_WORDS: tl.constexpr,
+    control, bases, board_at, rows, places, item, place, quad, lane, rank, own_rank,
+    NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr,
+    ROW_BYTES: tl.constexpr, META_WORDS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What stands beside an item's rows, and that they have come."""
+    """rows: of this rank, quantized, int32 words [n, ROW_BYTES / 4]. WIDE: their 16-byte pieces, rounded up to a power
+    of two."""
     num_rows = tl.load(control + NUM_ROWS).to(tl.int32)
     ids = tl.load(control + IDS_PTR).to(tl.pointer_type(tl.int32))
     first = item * ITEM_TOKENS
     stop = tl.minimum(first + ITEM_TOKENS, num_rows)
+    sent = _send_rows(
+        control, bases, rows, ids, first, stop, place, quad, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK,
+        ROW_BYTES, WIDE,
+    )  # fmt: skip
     dropped = _send_meta(
         control, bases, places, ids, first, stop, lane, own_rank, NUM_RANKS, NUM_TOPK, EXPERTS_PER_RANK, META_WORDS
     )  # fmt: skip
-    sent = (stop - first) * (META_WORDS * 4 * (NUM_RANKS - 1))
+    sent += (stop - first) * (META_WORDS * 4 * (NUM_RANKS - 1))
     tl.atomic_add(control + BYTES_SENT, sent.to(tl.int64), sem="relaxed")
     tl.atomic_add(control + DROPPED_SLOTS, dropped.to(tl.int64), sem="relaxed")
     report_section(control, bases, board_at, first, num_rows, own_rank, rank)
 
 
 @triton.jit
-def _rows_of(meta, source_first, token, stop, NUM_TOPK: tl.constexpr, META_WORDS: tl.constexpr):
-    """Image row for every slot of a token, -1 for none. All loads of a kind are under way together."""
-    placed = ()
-    for slot in tl.static_range(NUM_TOPK):
-        placed = placed + (tl.load(meta + token * META_WORDS + 1 + slot, mask=token < stop, other=-1),)
-    rows = ()
-    for slot in tl.static_range(NUM_TOPK):
-        begin = tl.load(source_first + (placed[slot] & EXPERT_MASK), mask=placed[slot] >= 0, other=0)
-        rows = rows + (tl.where(placed[slot] >= 0, begin + (placed[slot] >> PLACE_SHIFT), -1),)
-    return rows
-
-
-@triton.jit
-def _words_of(payload, token, rows, place, quad, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr):
-    """A row as bf16 operands of the tiled kernel (expand.py), if it has a place in the image."""
-    wanted = rows[0] >= 0
-    for slot in tl.static_range(1, len(rows)):
-        wanted = wanted | (rows[slot] >= 0)
-    group = place // 16 * 4 + quad
-    mask = wanted & (group < HIDDEN // 32)
-    row = payload + token.to(tl.int64) * ROW_BYTES
-    codes = tl.load(row.to(tl.pointer_type(tl.int16)) + (group * 16 + place % 16), mask=mask, other=0)
-    exponents = tl.load(row + HIDDEN + group, mask=mask, other=0)
-    return bf16_words(codes, exponents)
-
-
-@triton.jit
-def _store_words(image, words, rows, place, quad, COLUMNS: tl.constexpr):
-    for slot in tl.static_range(len(rows)):
-        at = image + rows[slot].to(tl.int64) * (COLUMNS // 2)
-        tl.store(at + (place * 4 + quad), words, mask=(rows[slot] >= 0) & (place * 8 < COLUMNS))
-
-
-@triton.jit
 def _lay_out(
     image, payload, meta, source_first, first, stop, place, quad,
     NUM_TOPK: tl.constexpr, HIDDEN: tl.constexpr, ROW_BYTES: tl.constexpr, META_WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows as bf16 operands, each decoded once and stored for every slot; loads of several are under way together."""
-    for begin in range(0, ITEM_TOKENS, TOGETHER):
-        rows = ()
-        for i in tl.static_range(TOGETHER):
-            rows = rows + (_rows_of(meta, source_first, first + begin + i, stop, NUM_TOPK, META_WORDS),)
-        words = ()
-        for i in tl.static_range(TOGETHER):
-            words = words + (_words_of(payload, first + begin + i, rows[i], place, quad, HIDDEN, ROW_BYTES),)
-        for i in tl.static_range(TOGETHER):
-            _store_words(image, words[i], rows[i], place, quad, COLUMNS)
+    """Rows as bf16 operands of the tiled kernel (expand.py), each decoded once and stored for every slot."""
+    SOME: tl.constexpr = place.shape[0] // WIDE
+    within = place % WIDE
+    group = within // 16 * 4 + quad
+    for part in range(0, ITEM_TOKENS, SOME):
+        token = first + part + place // WIDE
+        inside = (token < stop) & (within * 8 < COLUMNS)
+        words_at = meta + token * META_WORDS + 1
+        wanted = token < 0
+        for slot in tl.static_range(NUM_TOPK):
+            wanted = wanted | (tl.load(words_at + slot, mask=inside, other=-1) >= 0)
+        mask = inside & wanted & (group < HIDDEN // 32)
+        row = token.to(tl.int64) * ROW_BYTES
+        codes = tl.load(
+            (payload + row).to(tl.pointer_type(tl.int16)) + (group * 16 + within % 16), mask=mask, other=0
+        )
+        exponents = tl.load(payload + row + HIDDEN + group, mask=mask, other=0)
+        words = bf16_words(codes, exponents)
+        for slot in tl.static_range(NUM_TOPK):
+            placed = tl.load(words_at + slot, mask=inside, other=-1)
+            mine = inside & (placed >= 0)
+            begin = tl.load(source_first + (placed & EXPERT_MASK), mask=mine, other=0)
+            at = (begin + (placed >> PLACE_SHIFT)).to(tl.int64) * (COLUMNS // 2)
+            tl.store(image + at + (within * 4 + quad), words, mask=mine)
 
 
 @triton.jit
 def expand_item(
-    control, bases, board_at, image, row_slot, row_address, row_weight, entries, arrived, tables,
+    control, bases, board_at, image, row_slot, row_address, row_weight, entries, queue, arrived, tables,
     src, item, num_arrived, place, quad, lane, own_rank,
     NUM_RANKS: tl.constexpr, NUM_TOPK: tl.constexpr, EXPERTS_PER_RANK: tl.constexpr, HIDDEN: tl.constexpr,
     ROW_BYTES: tl.constexpr, META_WORDS: tl.constexpr, RESULT_STRIDE: tl.constexpr, RESULT_BYTES: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDEST: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a source that have come, to where GEMM1 reads them, counted at their entries.
+    """Rows of a source that have come, to where GEMM1 reads them; entries that are now complete, into its queue.
     image: int32 words [padded rows, COLUMNS / 2]. tables: see BoardLayout."""
     begin = src * tl.load(control + CAPACITY).to(tl.int32)
     first = item * ITEM_TOKENS
@@ -183,7 +203,7 @@ def expand_item(
     source_first = tables + src * EXPERTS_PER_RANK
     _lay_out(
         image, payload, meta, source_first, first, stop, place, quad,
-        NUM_TOPK, HIDDEN, ROW_BYTES, META_WORDS, COLUMNS,
+        NUM_TOPK, HIDDEN, ROW_BYTES, META_WORDS, COLUMNS, WIDE,
     )  # fmt: skip
     SLOTS: tl.constexpr = lane.shape[0] // ITEM_TOKENS
     token, slot = first + lane // SLOTS, lane % SLOTS
@@ -201,19 +221,16 @@ def expand_item(
     if src != own_rank:
         back = tl.sum(mine.to(tl.int32)).to(tl.int64) * RESULT_BYTES
         tl.atomic_add(control + BYTES_SENT, back, sem="relaxed")
-    of_expert = tables + NUM_RANKS * EXPERTS_PER_RANK + expert
-    into = row - tl.load(of_expert, mask=mine, other=0)
-    before_last = tl.load(of_expert + EXPERTS_PER_RANK, mask=mine, other=0)
-    width = tl.load(of_expert + 2 * EXPERTS_PER_RANK, mask=mine, other=0)
-    # Entries of the widest tiles before the last two follow each other, these two lie where their widths do.
-    is_full = into < before_last
-    which = tl.where(is_full, 3, tl.where(into < before_last + width, 4, 5))
-    entry = tl.load(of_expert + which * EXPERTS_PER_RANK, mask=mine, other=0)
-    entry += tl.where(is_full, into // WIDEST, 0)
-    rows = tl.load(entries + entry * ENTRY_WORDS + 2, mask=mine, other=0)
-    sync.fence_global_proxies()
+    first_row = tables + NUM_RANKS * EXPERTS_PER_RANK
+    into = row - tl.load(first_row + expert, mask=mine, other=0)
+    entry = tl.load(first_row + EXPERTS_PER_RANK + expert, mask=mine, other=0) + into // BLOCK_N
+    rows = tl.load(entries + entry * 4 + 2, mask=mine, other=0)
+    sync.fence_proxies()
     tl.debug_barrier()
-    before = tl.atomic_add(board_at + arrived + entry, 1 + 0 * entry, mask=mine, sem="release", scope="gpu")
-    complete = tl.sum((mine & (before == rows - 1)).to(tl.int32))
-    if complete > 0:
-        tl.atomic_add(board_at + COMPLETE, complete, sem="relaxed", scope="gpu")
+    before = tl.atomic_add(board_at + arrived + entry, 1 + 0 * entry, mask=mine, sem="acq_rel", scope="gpu")
+    last = mine & (before == rows - 1)
+    position = tl.atomic_add(
+        board_at + TAIL1 + 0 * entry, 1 + 0 * entry, mask=last, sem="relaxed", scope="gpu"
+    )
+    position = tl.where(last, position, 0)
+    tl.atomic_xchg(board_at + queue + position, entry + 1, mask=last, sem="release", scope="gpu")

@@ -108,11 +108,3 @@ def fence_proxies():
     tl.inline_asm_elementwise(
         "fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def fence_global_proxies():
-    """The same, for stores to global memory alone: it does not wait for others."""
-    tl.inline_asm_elementwise(
-        "fence.proxy.async.global;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )

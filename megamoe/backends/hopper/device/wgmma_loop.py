@@ -162,7 +162,7 @@ def parts(boxes, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def rows_before(tokens, part: gl.constexpr):
+def _rows_before(tokens, part: gl.constexpr):
     """Rows of a tile that belong to the parts before one."""
     rows: gl.constexpr = 0 if part == 0 else tokens[0].block_shape[0]
     return rows
@@ -171,7 +171,7 @@ def rows_before(tokens, part: gl.constexpr):
 @gluon.jit
 def _stage(tokens, memory, slot, part: gl.constexpr, STAGES: gl.constexpr):
     """A part's tokens in a slot of the ring: behind the slots of the parts before it."""
-    return memory[part].index(STAGES * rows_before(tokens, part) // tokens[part].block_shape[0] + slot)
+    return memory[part].index(STAGES * _rows_before(tokens, part) // tokens[part].block_shape[0] + slot)
 
 
 @gluon.jit
@@ -183,7 +183,7 @@ def fill(tokens, memory, bars, slot, row, column, pred, STAGES: gl.constexpr):
     mbarrier.expect(bar, first + second, pred=pred)
     for part in gl.static_range(len(tokens)):
         into = _stage(tokens, memory, slot, part, STAGES)
-        at = [row + rows_before(tokens, part), column]
+        at = [row + _rows_before(tokens, part), column]
         tma.async_copy_global_to_shared(tokens[part], at, bar, into, pred=pred)
 
 
@@ -218,14 +218,6 @@ def ring_within(memory, tokens, STAGES: gl.constexpr):
     for part in gl.static_range(len(tokens)):
         as_parts = as_parts + (_seen_by(memory, tokens[part]),)
     return as_parts, _barriers(STAGES)
-
-
-@gluon.jit
-def new_ring(tokens, WIDTH: gl.constexpr, STAGES: gl.constexpr):
-    """Ring in memory of its own, for tiles of WIDTH rows in the given parts: (memory as parts see it, barriers)."""
-    shape: gl.constexpr = [STAGES * WIDTH // tokens[0].block_shape[0]] + tokens[0].block_shape
-    memory = gl.allocate_shared_memory(gl.bfloat16, shape, tokens[0].layout)
-    return ring_within(memory, tokens, STAGES)
 
 
 @gluon.jit
@@ -361,7 +353,7 @@ def _tiles_of_width(
             factor = gl.load(out_factor + gl.load(entry))
             rows = gl.load(entry + 2)
             for part in gl.static_range(len(acc)):
-                before = rows_before(tokens, part)
+                before = _rows_before(tokens, part)
                 finish(acc[part], factor, row + before, tile % GROUPS, rows - before, rest, OPTIONS)
         if CLOSES:
             close_ring(bars, STAGES)

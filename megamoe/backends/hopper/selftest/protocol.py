@@ -124,4 +124,4 @@ def num_finished_entries(backend: HopperBackend) -> int:
     with torch.cuda.stream(torch.cuda.Stream(backend.device)):
         board = buffers.board.cpu()
     lists = buffers.board_layout
-    return int((board[lists.done : lists.taken] == buffers.sizes.gemm1_groups).sum())
+    return int((board[lists.done : lists.queue1] == buffers.sizes.gemm1_groups).sum())
