@@ -220,7 +220,7 @@ def small_m_kernel(
             gemms.multiply(
                 share, control, image, middle, image_tokens, middle_tokens, row_address, row_weight,
                 work, stream_work, tiled_work, w13, w13_factor, w2, w2_factor, limit,
-                HIDDEN, CHUNKS1, CHUNKS2, GROUPS1, GROUPS2, 2 * BINS, TILES, FP8,
+                HIDDEN, CHUNKS1, CHUNKS2, GROUPS1, GROUPS2, TILES, FP8,
             )  # fmt: skip
     last = sync.arrive(control + sync.RETURNED) == gl.num_programs(0) - 1
     if last & (gl.load(control + flags.FAILED, volatile=True) == 0):
