@@ -86,7 +86,7 @@ def test_instructions_and_twin_decode_every_code_exactly() -> None:
 
 
 def test_operands_of_snippets() -> None:
-    for text, constraints in (fragments_fp8.decode_words(), fragments_fp8.as_bytes(), fragments_fp8.copies()):
+    for text, constraints in (fragments_fp8.decode_words(), fragments_fp8.as_bytes()):
         used = {int(number) for number in re.findall(r"\$(\d+)", text)}
         assert used == set(range(len(constraints.split(","))))
 
@@ -204,9 +204,8 @@ def test_operands_share_the_images_without_meeting() -> None:
         assert (tensor.view(torch.uint8) == number).all()
 
 
-@pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
 @pytest.mark.parametrize("path", [Path.FIXED_SLOT, Path.COMPACT])
-def test_layer_is_the_quantized_oracle(path: Path, row_format: RowFormat) -> None:
+def test_layer_is_the_quantized_oracle(path: Path) -> None:
     """A rank whose weights do not fit multiplies as bf16 beside others that use FP8."""
     weights = random_layer_weights(SHAPE, seed=5)
     layers = [BoundLayer.packed(shard(weights, SHAPE, rank), torch.device("cpu")) for rank in range(8)]
@@ -214,11 +213,10 @@ def test_layer_is_the_quantized_oracle(path: Path, row_format: RowFormat) -> Non
     assert layers[2].w2 is not None
     layers[2] = replace(layers[2], w2=replace(layers[2].w2, fp8=None))
     deployment = Deployment(shape=SHAPE, backend="hopper", max_tokens_per_rank=16, fixed_slot_max=16)
-    deployment = replace(deployment, combine_row_format=row_format)
     group = Lockstep(plan_bundle(deployment), torch.device("cpu"))
     rows = batches("uniform", exact=False)
     got = group.forward(rows, layers, path, epoch=7, gemms=PLAN)
-    want = [quantized_moe(batch, weights, SHAPE, row_format) for batch in rows]
+    want = [quantized_moe(batch, weights, SHAPE) for batch in rows]
     num_rows = sum(batch.num_rows for batch in rows)
     assert relative_l2(torch.cat(got), torch.cat(want)) <= tolerance(QUANTIZED_REL_L2, num_rows)
 

@@ -5,7 +5,7 @@ Weights: e2m1 magnitudes times 2^d are exact in E4M3 for d from MIN_SHIFT to MAX
 holds all magnitudes; so scales of a row that lie within these 12 octaves go into its codes, with one scale a row for
 the end. A matrix of which one row has scales further apart (blocks of zeros do not count), or a NaN, does not fit and
 is multiplied as bf16. Rows of tokens: `group_rows` gives their four blocks of a chunk one scale and rounds the codes
-again; all but those that become subnormal keep their value, and these are off by at most 2^-18 of the group's largest.
+again; all but those that become subnormal keep their value, and these are off by at most 2^-17 of the group's largest.
 
 The registers of a word (packing.py) become, in the order of an FP8 step, bytes k + 0, 2, 1, 3 of row g and of g + 8.
 """

@@ -14,8 +14,8 @@ from megamoe.backends.hopper.packing import PackedMatrix
 from megamoe.backends.hopper.plan import BLOCK_ROWS, FP8_STAGES, FP8_WIDTHS, Counter
 from megamoe.backends.hopper.ring_launches import weight_descriptors
 
-EXPAND_WARPS, EXPAND_BLOCKS = 4, 8
-"""Warps of a thread block and thread blocks a multiprocessor."""
+EXPAND_WARPS, EXPAND_BLOCKS = 2, 14
+"""Warps of a thread block and thread blocks a multiprocessor: as many as fit at once."""
 _PIECE = 64
 """Tokens that are copied and multiplied at a time."""
 
@@ -82,7 +82,7 @@ class Fp8Launches(Launches):
             **self._chain,
         )
 
-    def _gemm2_fp8(self, layer: BoundLayer, *, fp8_rows: bool) -> None:
+    def _gemm2_fp8(self, layer: BoundLayer) -> None:
         from megamoe.backends.hopper.device import gemm2_fp8
 
         assert layer.w2 is not None
@@ -98,7 +98,6 @@ class Fp8Launches(Launches):
             HIDDEN=b.shape.hidden,
             CHUNKS=b.sizes.middle_columns // CHUNK,
             GROUPS=b.sizes.gemm2_groups,
-            FP8=fp8_rows,
             **_OPTIONS,
             **self._chain,
         )

@@ -46,9 +46,3 @@ def decode_words() -> tuple[str, str]:
 def as_bytes() -> tuple[str, str]:
     """Eight registers as eight packs of four 8-bit elements: pack = 4, two inputs of four registers each."""
     return "\n".join(f"mov.b32 ${i}, ${8 + i};" for i in range(8)), ",".join(["=r"] * 8 + ["r"] * 8)
-
-
-def copies() -> tuple[str, str]:
-    """Eight registers into others ($16 is zero, which ptxas cannot know): it lets no product run while a register that
-    products read is being written, so what is decoded under a product is moved when that is over."""
-    return "\n".join(f"or.b32 ${i}, ${8 + i}, $16;" for i in range(8)), ",".join(["=&r"] * 8 + ["r"] * 9)

@@ -63,7 +63,7 @@ class GemmLaunches(RingLaunches, Fp8Launches):
     def gemm2(self, layer: BoundLayer, gemms: GemmPlan, *, plain_rows: bool = False) -> None:
         """plain_rows: bf16 results whatever the deployment's format (for checks of a binding)."""
         if gemms.is_fp8:
-            self._gemm2_fp8(layer, fp8_rows=self.fp8 and not plain_rows)
+            self._gemm2_fp8(layer)
             return
         from megamoe.backends.hopper.device import gemm2
 

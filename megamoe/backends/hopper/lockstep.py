@@ -116,7 +116,7 @@ class Lockstep:
                 references.expand_fp8(group, rank)
                 references.gemm1_fp8(group, rank, layers[rank])
                 references.regroup(group, rank)
-                references.gemm2_fp8(group, rank, layers[rank], row_format)
+                references.gemm2_fp8(group, rank, layers[rank])
             else:
                 references.expand(group, rank)
                 references.gemm1(group, rank, layers[rank])

@@ -14,7 +14,7 @@ NUM_WIDTHS: gl.constexpr = gl.constexpr(len(plan.FP8_WIDTHS))
 
 @gluon.jit
 def _tile(
-    memory, slot, phase, consumer: gl.constexpr, zero, entry, group, row_base, row_factor, rest,
+    memory, slot, phase, turn, consumer: gl.constexpr, entry, group, row_base, row_factor, rest,
     finish: gl.constexpr, STATIC: gl.constexpr, PIECES: gl.constexpr,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -24,8 +24,8 @@ def _tile(
     at = row_base + gl.load(entry) * (GROUPS * 128) + unit * 64 + (thread // 32 * 16 + thread % 32 // 4)
     base_g = gl.load(at).to(gl.int32)
     base_8 = gl.load(at + 8).to(gl.int32)
-    acc, slot, phase = loop.multiply(
-        memory, slot, phase, consumer, base_g, base_8, zero, PIECES, CHUNKS, STAGES
+    acc, slot, phase, turn = loop.multiply(
+        memory, slot, phase, turn, consumer, base_g, base_8, PIECES, CHUNKS, STAGES
     )
     rows_of_unit = gl.arange(0, 64, layout=gl.SliceLayout(1, loop.accumulator_layout()))
     factor = gl.load(row_factor + gl.load(entry) * (GROUPS * 128) + unit * 64 + rows_of_unit)[:, None]
@@ -33,7 +33,7 @@ def _tile(
     rows = gl.load(entry + 2)
     for piece in gl.static_range(PIECES):
         finish(acc[piece] * factor, rest, row + piece * loop.PIECE, rows - piece * loop.PIECE, unit, STATIC)
-    return slot, phase
+    return slot, phase, turn
 
 
 @gluon.jit
@@ -44,23 +44,23 @@ def consume(
     """A warpgroup's unit of every tile. finish: what is done with a piece of its sums, given `rest` and STATIC."""
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    zero = gl.full([128], num_programs >> 31, gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    turn = gl.to_tensor(1 - consumer)
     for tile in range(gl.program_id(0), num_tiles, num_programs):
         entry = work + tile // GROUPS * 4
         pieces = loop.num_pieces(gl.load(entry + 2))
         if pieces == 4:
-            slot, phase = _tile(
-                memory, slot, phase, consumer, zero, entry, tile % GROUPS, row_base, row_factor, rest,
+            slot, phase, turn = _tile(
+                memory, slot, phase, turn, consumer, entry, tile % GROUPS, row_base, row_factor, rest,
                 finish, STATIC, 4, CHUNKS, GROUPS, STAGES,
             )  # fmt: skip
         elif pieces == 3:
-            slot, phase = _tile(
-                memory, slot, phase, consumer, zero, entry, tile % GROUPS, row_base, row_factor, rest,
+            slot, phase, turn = _tile(
+                memory, slot, phase, turn, consumer, entry, tile % GROUPS, row_base, row_factor, rest,
                 finish, STATIC, 3, CHUNKS, GROUPS, STAGES,
             )  # fmt: skip
         else:
-            slot, phase = _tile(
-                memory, slot, phase, consumer, zero, entry, tile % GROUPS, row_base, row_factor, rest,
+            slot, phase, turn = _tile(
+                memory, slot, phase, turn, consumer, entry, tile % GROUPS, row_base, row_factor, rest,
                 finish, STATIC, 2, CHUNKS, GROUPS, STAGES,
             )  # fmt: skip
 

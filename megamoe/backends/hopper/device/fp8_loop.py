@@ -32,13 +32,10 @@ WEIGHT_BYTES: gl.constexpr = gl.constexpr(2 * 4352)
 
 _DECODE = fragments_fp8.decode_words()
 _AS_BYTES = fragments_fp8.as_bytes()
-_COPIES = fragments_fp8.copies()
 DECODE: gl.constexpr = gl.constexpr(_DECODE[0])
 DECODE_ARGS: gl.constexpr = gl.constexpr(_DECODE[1])
 AS_BYTES: gl.constexpr = gl.constexpr(_AS_BYTES[0])
 AS_BYTES_ARGS: gl.constexpr = gl.constexpr(_AS_BYTES[1])
-COPIES: gl.constexpr = gl.constexpr(_COPIES[0])
-COPIES_ARGS: gl.constexpr = gl.constexpr(_COPIES[1])
 LOW: gl.constexpr = gl.constexpr(fp8.TABLE[0])
 HIGH: gl.constexpr = gl.constexpr(fp8.TABLE[1])
 LOW_STEP: gl.constexpr = gl.constexpr(fp8.TABLE_STEP[0])
@@ -92,24 +89,17 @@ def decode(unit, base_g, base_8):
 
 
 @gluon.jit
-def _copy(x, first: gl.constexpr, zero):
-    return gl.inline_asm_elementwise(
-        COPIES, COPIES_ARGS,
-        [x[first], x[first + 1], x[first + 2], x[first + 3], x[first + 4], x[first + 5], x[first + 6], x[first + 7],
-         zero],
-        dtype=(gl.int32,) * 8, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _join4(a, b, c, d):
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
-def _bytes_of(x):
-    """8 registers [word][row g, g + 8] -> e4m3 [thread, b, b, h, i, j bit 0]."""
-    packs = [_join4(x[0], x[1], x[2], x[3]), _join4(x[4], x[5], x[6], x[7])]
+def _bytes_of(x, first: gl.constexpr):
+    """8 registers [word][row g, g + 8] from one on -> e4m3 [thread, b, b, h, i, j bit 0]."""
+    packs = [
+        _join4(x[first], x[first + 1], x[first + 2], x[first + 3]),
+        _join4(x[first + 4], x[first + 5], x[first + 6], x[first + 7]),
+    ]
     e = gl.inline_asm_elementwise(
         AS_BYTES, AS_BYTES_ARGS, packs, dtype=(gl.float8e4nv,) * 8, is_pure=True, pack=4
     )
@@ -119,9 +109,9 @@ def _bytes_of(x):
 
 
 @gluon.jit
-def operand_of(registers, zero):
-    """16 registers -> A operand e4m3 [64 rows, 128 of K], already where wgmma wants it. zero: an int32 that is 0."""
-    x = gl.join(_bytes_of(_copy(registers, 0, zero)), _bytes_of(_copy(registers, 8, zero)))
+def operand_of(registers):
+    """16 registers -> A operand e4m3 [64 rows, 128 of K], already where wgmma wants it."""
+    x = gl.join(_bytes_of(registers, 0), _bytes_of(registers, 8))
     x = gl.reshape(x, [4, 8, 4, 4, 2, 2, 2, 2])  # warp, g, t, b, h, i, j bit 0, j bit 1
     x = gl.reshape(gl.permute(x, [0, 4, 1, 7, 6, 5, 2, 3]), [64, CHUNK])
     return gl.convert_layout(x, operand_layout(), assert_trivial=True)
@@ -140,12 +130,15 @@ def open_ring(tokens, scales, words, weight_scales, STAGES: gl.constexpr):
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=CONSUMERS)
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(consumer), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    return token_ring, scale_ring, word_ring, weight_scale_ring, full, empty
+    return token_ring, scale_ring, word_ring, weight_scale_ring, full, empty, turns
 
 
 @gluon.jit
@@ -161,7 +154,7 @@ def feed(
 ):  # fmt: skip
     """The loading warp: every chunk of every tile into the next slot that is empty. memory: from open_ring; sources:
     TMA descriptors of tokens (one piece), their scales (a tile), words and scales of weights."""
-    token_ring, scale_ring, word_ring, weight_scale_ring, full, empty = memory
+    token_ring, scale_ring, word_ring, weight_scale_ring, full, empty, _ = memory
     tokens, scales, words, weight_scales = sources
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -218,33 +211,29 @@ def _scales_of(scales, piece: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    memory, slot, phase, consumer: gl.constexpr, base_g, base_8, zero,
+    memory, slot, phase, turn, consumer: gl.constexpr, base_g, base_8,
     PIECES: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's 64 rows times the tokens of a tile. base_g, base_8: scale bases of a thread's rows. Returns (sums
-    of every piece, fp32 [64, PIECE], slot, phase)."""
-    token_ring, scale_ring, word_ring, weight_scale_ring, full, empty = memory
+    """A warpgroup's 64 rows times the tokens of a tile. base_g, base_8: scale bases of a thread's rows; turn: phase of
+    its turns. Returns (sums of every piece, fp32 [64, PIECE], slot, phase, turn)."""
+    token_ring, scale_ring, word_ring, weight_scale_ring, full, empty, turns = memory
     acc = ()
     for _ in gl.static_range(PIECES):
         acc = acc + (_no_sums(),)
-    mbarrier.wait(full.index(slot), phase)
-    unit = load_unit(word_ring.index(slot), weight_scale_ring.index(slot), consumer)
-    registers = decode(unit, base_g, base_8)
-    for chunk in range(CHUNKS):
-        next_slot, next_phase = advance(slot, phase, STAGES)
-        # After the last chunk the same one is decoded again, for nobody.
-        last = chunk == CHUNKS - 1
-        peek = gl.where(last, slot, next_slot)
-        mbarrier.wait(full.index(peek), gl.where(last, phase, next_phase))
-        a = operand_of(registers, zero)
+    for _ in range(CHUNKS):
+        mbarrier.wait(full.index(slot), phase)
+        unit = load_unit(word_ring.index(slot), weight_scale_ring.index(slot), consumer)
+        a = operand_of(decode(unit, base_g, base_8))
+        # One decodes while the other multiplies: else both would wait for the tensor cores, then leave them idle.
+        mbarrier.wait(turns.index(consumer), turn)
         product = _start(a, token_ring, slot, 0)
-        unit = load_unit(word_ring.index(peek), weight_scale_ring.index(peek), consumer)
-        registers = decode(unit, base_g, base_8)
         sums = ()
         for piece in gl.static_range(PIECES):
             s = _scales_of(scale_ring.index(slot), piece)
             if piece + 1 < PIECES:
                 following = _start(a, token_ring, slot, piece + 1)
+                if piece + 2 == PIECES:
+                    mbarrier.arrive(turns.index(1 - consumer))
                 product = warpgroup_mma_wait(num_outstanding=1, deps=[product])
                 sums = sums + (acc[piece] + product * s,)
                 product = following
@@ -253,5 +242,6 @@ def multiply(
                 sums = sums + (acc[piece] + product * s,)
         acc = sums
         mbarrier.arrive(empty.index(slot))
-        slot, phase = next_slot, next_phase
-    return acc, slot, phase
+        slot, phase = advance(slot, phase, STAGES)
+        turn = turn ^ 1
+    return acc, slot, phase, turn

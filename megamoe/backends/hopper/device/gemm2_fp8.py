@@ -1,4 +1,4 @@
-"""GEMM2 of the FP8 kernel (fp8_gemm.py): intermediate rows times the down projection, to their sources."""
+"""GEMM2 of the FP8 kernel (fp8_gemm.py): intermediate rows times the down projection, bf16 rows to their sources."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ from megamoe.backends.hopper.device.chain import after_previous_gluon
 
 
 @gluon.jit
-def _finish(acc, rest, row, rows, unit, STATIC: gl.constexpr):
+def _finish(acc, rest, row, rows, unit, HIDDEN: gl.constexpr):
     row_address, row_weight = rest
     out: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    y = acc
-    if not STATIC[1]:
-        # Rounded before it crosses shared memory: half the bytes.
-        y = y.to(gl.bfloat16)
-    y = gl.convert_layout(gl.permute(y, (1, 0)), out)
-    gemm2.store_rows(y, row_address, row_weight, row, rows, unit * 64, STATIC[0], STATIC[1])
+    # Rounded before it crosses shared memory: half the bytes.
+    y = gl.convert_layout(gl.permute(acc.to(gl.bfloat16), (1, 0)), out)
+    gemm2.store_rows(y, row_address, row_weight, row, rows, unit * 64, HIDDEN, False)
 
 
 @gluon.jit
 def gemm2_fp8_kernel(
     row_address, row_weight, words, weight_scales, row_base, row_factor, tokens, scales, work, num_entries,
     num_programs,
-    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr, STAGES: gl.constexpr,
+    HIDDEN: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """words, weight_scales, tokens, scales: TMA descriptors. row_base, ..., work: see fp8_gemm.run."""
     after_previous_gluon()
     fp8_gemm.run(
         tokens, scales, words, weight_scales, work, num_entries, num_programs, row_base, row_factor,
-        (row_address, row_weight), _finish, (HIDDEN, FP8), CHUNKS, GROUPS, STAGES,
+        (row_address, row_weight), _finish, HIDDEN, CHUNKS, GROUPS, STAGES,
     )  # fmt: skip

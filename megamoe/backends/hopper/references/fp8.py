@@ -77,11 +77,11 @@ def regroup(group: Group, rank: int) -> None:
         _write(operands.features, operands.feature_scales, first, operands.middle[part], exponents)
 
 
-def gemm2_fp8(group: Group, rank: int, layer: BoundLayer, row_format: RowFormat) -> None:
-    """The intermediate times the down projection, to the rows' sources."""
+def gemm2_fp8(group: Group, rank: int, layer: BoundLayer) -> None:
+    """The intermediate times the down projection, bf16 rows to their sources."""
     assert layer.w2 is not None
     buffers = group.ranks[rank]
     experts = Experts(layer.w2)
     for _, expert, first, count in entries_of(buffers):
         h = _rows(buffers.fp8.features, buffers.fp8.feature_scales, first, count)
-        return_rows(group, rank, first, (h @ experts[expert].T)[:, : buffers.shape.hidden], row_format)
+        return_rows(group, rank, first, (h @ experts[expert].T)[:, : buffers.shape.hidden], RowFormat.BF16)
