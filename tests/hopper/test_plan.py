@@ -19,27 +19,30 @@ SMALL = MoeShape(hidden=96, intermediate=64, num_experts=32, num_topk=4)
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "stream_max_rows", "block_n", "is_ring"),
+    ("max_rows", "stream_max_rows", "block_n", "ring"),
     [
-        (1, 32, 64, False),
-        (64, 32, 64, False),
-        (128, 32, 32, False),
-        (256, 0, 96, True),
-        (512, 0, 96, True),
-        (768, 0, 96, True),
-        (1024, 0, 256, False),
-        (8192, 0, 256, False),
+        (1, 32, 64, None),
+        (48, 32, 64, None),
+        (64, 0, 96, plan.RING_FEW_ROWS),
+        (128, 0, 96, plan.RING_FEW_ROWS),
+        (256, 0, 96, plan.RING),
+        (512, 0, 96, plan.RING),
+        (768, 0, 96, plan.RING),
+        (1024, 0, 256, None),
+        (8192, 0, 256, None),
     ],
 )
-def test_kernels_by_agreed_rows(max_rows: int, stream_max_rows: int, block_n: int, is_ring: bool) -> None:
+def test_kernels_by_agreed_rows(
+    max_rows: int, stream_max_rows: int, block_n: int, ring: plan.RingPlan | None
+) -> None:
     got = plan.plan_gemms(V4_PRO, max_rows)
-    assert (got.stream_max_rows, got.block_n, got.is_ring) == (stream_max_rows, block_n, is_ring)
-    assert not plan.plan_gemms(V4_PRO, max_rows, fp8_rows=True).is_ring
-    assert not plan.plan_small_m(V4_PRO, max_rows).is_ring
+    assert (got.stream_max_rows, got.block_n, got.ring) == (stream_max_rows, block_n, ring)
+    assert not plan.plan_gemms(V4_PRO, max_rows, fp8_rows=True).ring
+    assert not plan.plan_small_m(V4_PRO, max_rows).ring
 
 
-def test_ring_fits_shared_memory_and_registers() -> None:
-    ring = plan.RING
+@pytest.mark.parametrize("ring", [plan.RING, plan.RING_FEW_ROWS])
+def test_ring_fits_shared_memory_and_registers(ring: plan.RingPlan) -> None:
     assert len(ring.widths) <= plan.MAX_WIDTHS
     # A tile is one or two boxes.
     boxes = [[rows for rows in plan.RING_BOX_ROWS if width & rows] for width in ring.widths]
@@ -134,11 +137,11 @@ def test_token_rings_run_at_most_one_tile_ahead(block_n: int, num_columns: int) 
 
 
 @pytest.mark.parametrize(
-    ("block_n", "is_ring"),
-    [*product([32, 64, 96, 128, 256], [False]), (96, True)],
+    ("block_n", "ring"),
+    [*product([32, 64, 96, 128, 256], [None]), *product([96], [plan.RING, plan.RING_FEW_ROWS])],
 )
-def test_last_tiles_are_as_narrow_as_their_rows_allow(block_n: int, is_ring: bool) -> None:
-    widths = plan.GemmPlan(stream_max_rows=0, block_n=block_n, is_ring=is_ring).widths
+def test_last_tiles_are_as_narrow_as_their_rows_allow(block_n: int, ring: plan.RingPlan | None) -> None:
+    widths = plan.GemmPlan(stream_max_rows=0, block_n=block_n, ring=ring).widths
     assert len(widths) <= plan.MAX_WIDTHS
     assert tile_rows(0, widths) == ()
     for count in range(1, 4 * block_n + 1):

@@ -62,12 +62,13 @@ def test_fp8_rows_are_served_without_large_m() -> None:
 
 
 def test_compact_multiplies_as_large_m_does_where_that_may_serve() -> None:
-    bundle = plan_bundle(DEPLOYMENT)
-    least = DEPLOYMENT.large_m_min_tokens
+    deployment = replace(DEPLOYMENT, large_m_min_tokens=10)
+    bundle = plan_bundle(deployment)
+    least = deployment.large_m_min_tokens
     assert served.gemm_plan(bundle, Path.COMPACT, least).stream_max_rows == 0
     assert served.gemm_plan(bundle, Path.LARGE_M, least).stream_max_rows == 0
     assert served.gemm_plan(bundle, Path.COMPACT, 1).stream_max_rows > 0
-    without = plan_bundle(replace(DEPLOYMENT, large_m_capacity=256))
+    without = plan_bundle(replace(deployment, large_m_capacity=256))
     assert served.gemm_plan(without, Path.COMPACT, least).stream_max_rows > 0
 
 
@@ -75,7 +76,7 @@ def test_graphs_are_of_a_binding_a_path_and_a_bucket() -> None:
     recipes = Recipes(plan_bundle(DEPLOYMENT))
 
     def key(
-        rows: int = 25,
+        rows: int = 45,
         path: Path = Path.FIXED_SLOT,
         slot: int = 0,
         version: int = 0,
@@ -90,6 +91,7 @@ def test_graphs_are_of_a_binding_a_path_and_a_bucket() -> None:
         batch = MoeBatch.empty(SHAPE, quantized=quantized)
         return Call(launch, layer, recipes.of(sub_step), batch, Outgoing(none, none, none)).graph_key
 
-    assert key(25) == key(32)
-    others = [key(17), key(33), key(slot=1), key(version=1), key(path=Path.SMALL_M), key(path=Path.COMPACT)]
-    assert len({key(25), *others, key(closing=True), key(quantized=True)}) == 9
+    assert key(45) == key(64)
+    # Of another plan in the same bucket; of another bucket.
+    others = [key(35), key(17), key(slot=1), key(version=1), key(path=Path.SMALL_M), key(path=Path.COMPACT)]
+    assert len({key(45), *others, key(closing=True), key(quantized=True)}) == 9

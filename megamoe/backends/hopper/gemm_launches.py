@@ -41,8 +41,8 @@ class GemmLaunches(RingLaunches, Fp8Launches):
         if gemms.is_fp8:
             self._gemm1_fp8(layer)
             return
-        if gemms.is_ring:
-            self._gemm1_ring(layer.w13, chunks)
+        if gemms.ring is not None:
+            self._gemm1_ring(layer.w13, gemms.ring, chunks)
             return
         tiles = gemms.tiles(b.shape.hidden)
         grid = self.device.share * tiles[0].occupancy
@@ -92,8 +92,8 @@ class GemmLaunches(RingLaunches, Fp8Launches):
                 **self._chain,
                 maxnreg=128,
             )
-        if gemms.is_ring:
-            self._gemm2_ring(layer.w2, common)
+        if gemms.ring is not None:
+            self._gemm2_ring(layer.w2, gemms.ring, common)
             return
         tiles = gemms.tiles(b.shape.intermediate)
         grid = self.device.share * tiles[0].occupancy

@@ -166,6 +166,7 @@ RING_WHOLE_CHUNKS = 32
 """Where a tile's first box has up to so many rows a warpgroup decodes a chunk before it multiplies it, else half of
 one: registers. Twice the halves cost 12 % at 32 rows."""
 RING = RingPlan(widths=(96, 64, 48, 32), stages=4)
+RING_FEW_ROWS = RingPlan(widths=(96, 64, 48, 32, 16), stages=4)
 
 
 FP8_WIDTHS = (256, 192, 128)
@@ -187,13 +188,13 @@ def ring_tile(wave: int, program: int, num_programs: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class GemmPlan:
     """Both kernels of a step. stream_max_rows: 0 = every expert goes to the tiled kernel. block_n: its widest tile.
-    one_launch: both share thread blocks, and so the memory of a multiprocessor. is_ring: all rows go to the ring
+    one_launch: both share thread blocks, and so the memory of a multiprocessor. ring: all rows go to the ring
     kernel instead. is_fp8: all rows go to the FP8 kernel, for layers that fit it (BoundLayer.gemms)."""
 
     stream_max_rows: int
     block_n: int
     one_launch: bool = False
-    is_ring: bool = False
+    ring: RingPlan | None = None
     is_fp8: bool = False
 
     @property
@@ -206,8 +207,8 @@ class GemmPlan:
         """Of all tiles, widest first."""
         if self.is_fp8:
             return FP8_WIDTHS
-        if self.is_ring:
-            return RING.widths
+        if self.ring is not None:
+            return self.ring.widths
         return (self.block_n,) if self.one_launch else _WIDTHS.get(self.block_n, (self.block_n,))
 
     def tiled(self, num_columns: int) -> TiledPlan:
@@ -256,9 +257,9 @@ def plan_gemms(
     same order, whatever its mates: that of the ring and of the tiled kernel.
     """
     mean = _mean_rows(shape, max_rows)
-    above, most = _RING_MEAN_ROWS
-    if above < mean <= most and not fp8_rows:
-        return GemmPlan(stream_max_rows=0, block_n=RING.widths[0], is_ring=True)
+    for above, most, ring in _RING_BY_MEAN_ROWS:
+        if above < mean <= most and not fp8_rows:
+            return GemmPlan(stream_max_rows=0, block_n=ring.widths[0], ring=ring)
     gemms = _streaming_and_tiled(mean, batch_invariant, fp8_rows)
     # It sums in another order than the ring and the tiled kernel do.
     return replace(gemms, is_fp8=mean > FP8_MIN_MEAN_ROWS and not fp8_rows and not batch_invariant)
@@ -284,7 +285,7 @@ _BY_MEAN_ROWS: tuple[tuple[float, tuple[int, int]], ...] = (
     (float("inf"), (0, 256)),
 )
 """Up to a mean number of rows an expert: (stream_max_rows, block_n)."""
-_RING_MEAN_ROWS = (20, 100)
+_RING_BY_MEAN_ROWS = ((7, 20, RING_FEW_ROWS), (20, 100, RING))
 """Above and up to which mean number of rows the ring kernel serves instead."""
 
 

@@ -1,4 +1,4 @@
-"""Launches of the ring GEMM, which serves all rows of a step whose experts have some 16 to 100 rows each."""
+"""Launches of the ring GEMM, which serves all rows of a step whose experts have 7 to 100 rows each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from megamoe.backends.hopper.launches import Launches, descriptor
 from megamoe.backends.hopper.packing import CHUNK, UNIT_BYTES, PackedMatrix
-from megamoe.backends.hopper.plan import RING, RING_BOX_ROWS, Counter
+from megamoe.backends.hopper.plan import RING_BOX_ROWS, Counter, RingPlan
 
 
 class RingLaunches(Launches):
     """Of one rank, on the current stream."""
 
-    def _gemm1_ring(self, w13: PackedMatrix, chunks: dict[str, int]) -> None:
+    def _gemm1_ring(self, w13: PackedMatrix, ring: RingPlan, chunks: dict[str, int]) -> None:
         from megamoe.backends.hopper.device import gemm1_ring
 
         b = self.buffers
@@ -22,17 +22,17 @@ class RingLaunches(Launches):
             b.middle,
             *weight_descriptors(w13),
             w13.out_factor,
-            *self._ring_boxes(b.image),
+            *self._ring_boxes(b.image, ring),
             b.work[b.sizes.tiled_offset :],
             b.work[Counter.NUM_TILED_ENTRIES :],
             self._limit,
             self.device.share,
             **chunks,
-            **_options(b.sizes.gemm1_groups),
+            **_options(ring, b.sizes.gemm1_groups),
             **self._chain,
         )
 
-    def _gemm2_ring(self, w2: PackedMatrix, common: dict[str, Any]) -> None:
+    def _gemm2_ring(self, w2: PackedMatrix, ring: RingPlan, common: dict[str, Any]) -> None:
         from megamoe.backends.hopper.device import gemm2_ring
 
         b = self.buffers
@@ -41,19 +41,19 @@ class RingLaunches(Launches):
             b.row_weight,
             *weight_descriptors(w2),
             w2.out_factor,
-            *self._ring_boxes(b.middle),
+            *self._ring_boxes(b.middle, ring),
             b.work[b.sizes.tiled_offset :],
             b.work[Counter.NUM_TILED_ENTRIES :],
             self.device.share,
             **common,
-            **_options(b.sizes.gemm2_groups),
+            **_options(ring, b.sizes.gemm2_groups),
             **self._chain,
         )
 
-    def _ring_boxes(self, image: torch.Tensor) -> list[Any]:
+    def _ring_boxes(self, image: torch.Tensor, ring: RingPlan) -> list[Any]:
         """TMA descriptors with boxes of 64, 32 and 16 rows, None where no width is made of such."""
         wanted = 0
-        for width in RING.widths:
+        for width in ring.widths:
             wanted |= width
         return [self._box_of(image, rows, CHUNK) if wanted & rows else None for rows in RING_BOX_ROWS]
 
@@ -64,11 +64,11 @@ def weight_descriptors(matrix: PackedMatrix) -> tuple[Any, Any]:
     return descriptor(units, [2, 16, 64], swizzle=0), descriptor(units, [2, 1, 64], swizzle=0)
 
 
-def _options(groups: int) -> dict[str, Any]:
+def _options(ring: RingPlan, groups: int) -> dict[str, Any]:
     """Constants of a ring kernel; groups: row groups of an expert's matrix."""
     return {
         "GROUPS": groups,
-        "WIDTHS": RING.widths,
-        "STAGES": RING.stages,
+        "WIDTHS": ring.widths,
+        "STAGES": ring.stages,
         "num_warps": 4,
     }

@@ -60,4 +60,4 @@ def achieved(
 
 
 def label(gemms: GemmPlan) -> str:
-    return f"s{gemms.stream_max_rows}{'r' if gemms.is_ring else 'n'}{gemms.block_n}"
+    return f"s{gemms.stream_max_rows}{'r' if gemms.ring else 'n'}{gemms.block_n}"

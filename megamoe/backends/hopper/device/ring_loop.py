@@ -1,4 +1,4 @@
-"""The ring GEMM: some 16 to 100 rows of an expert against its weights, warp-specialized, `wgmma`.
+"""The ring GEMM: 7 to 100 rows of an expert against its weights, warp-specialized, `wgmma`.
 
 Above 16 rows weights in flight do not fit registers beside accumulators, and where 128 rows of weights are multiplied
 at a time tokens are read so often that the way from L2 is the limit. Here one warp copies weights (as packed, see
