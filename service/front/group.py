@@ -12,9 +12,10 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megamoe import MoeBatch, PathPolicy, Phase, PlanId, StepPlan, SubStep
@@ -110,16 +111,24 @@ class FrontGroup:
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, future, finish = item
-            try:
-                if future.set_running_or_notify_cancel():
-                    future.set_result(self._step(job, finish))
-            except MegaMoeError as error:
-                future.set_exception(error)
-            except Exception as error:
-                future.set_exception(InternalError(f"ForwardStep failed: {error!r}; this is a bug"))
-            finally:
-                if self._jobs.empty():
-                    self._give_back_lease()
+            tell = self._outcome(job, future, finish)
+            # Before the answer: who has it may ask for the lease at once.
+            if self._jobs.empty():
+                self._give_back_lease()
+            tell()
+
+    def _outcome(self, job: StepJob, future: Future[Any], finish: Any) -> Callable[[], None]:
+        """Run a job. Returns what ends its future."""
+        if not future.set_running_or_notify_cancel():
+            return lambda: None
+        try:
+            return partial(future.set_result, self._step(job, finish))
+        except MegaMoeError as error:
+            return partial(future.set_exception, error)
+        except Exception as error:
+            return partial(
+                future.set_exception, InternalError(f"ForwardStep failed: {error!r}; this is a bug")
+            )
 
     def _step(self, job: StepJob, finish: Any) -> Any:
         left_s = job.timeout_s - (time.monotonic() - job.enqueued_s)

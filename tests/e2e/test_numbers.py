@@ -84,6 +84,15 @@ async def test_streams_and_forward_step_give_the_same_bits(running_service: Serv
     assert [bool(reports) for reports in outs[1].reports_per_rank] == [True] * 8, "all ranks were called"
 
 
+async def test_whoever_has_a_forward_steps_answer_can_lease(running_service: ServiceProcess) -> None:
+    """It held the lease of all ranks, and has given it back by then."""
+    batches = group_rows([1] * 8, seed=4)
+    for number in range(20):
+        await forward_step(running_service.front, 1, batches)
+        async with AsyncMoeGroup.connect(running_service.front, holder=f"after-{number}"):
+            pass
+
+
 async def test_a_step_above_every_capacity_is_cut(group: AsyncMoeGroup) -> None:
     counts = [1100, 0, 40, 512, 0, 0, 513, 3]
     batches = group_rows(counts, seed=11)
