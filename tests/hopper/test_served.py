@@ -33,10 +33,6 @@ DEPLOYMENT = Deployment(
     ("change", "message"),
     [
         ({"combine_row_format": RowFormat.AUTO}, "combine_row_format on hopper must be bf16 or fp8"),
-        (
-            {"combine_row_format": RowFormat.FP8},
-            "combine_row_format on hopper must be bf16 where large_m is built",
-        ),
         ({"shape": replace(SHAPE, activation="gelu")}, "activation on hopper must be silu"),
         ({"shape": replace(SHAPE, hidden=16384)}, "hidden on hopper must be at most 8192"),
         (
@@ -50,15 +46,11 @@ def test_what_is_not_served_is_named(change: dict, message: str) -> None:
         served.check_served(plan_bundle(replace(DEPLOYMENT, **change)))
 
 
-def test_all_four_paths_are_served() -> None:
-    served.check_served(plan_bundle(replace(DEPLOYMENT, small_m_enabled=True, large_m_enabled=True)))
-    assert all(served.gemm_plans(plan_bundle(DEPLOYMENT), path) for path in Path)
-
-
-def test_fp8_rows_are_served_without_large_m() -> None:
-    served.check_served(
-        plan_bundle(replace(DEPLOYMENT, combine_row_format=RowFormat.FP8, large_m_capacity=256))
-    )
+@pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
+def test_all_four_paths_are_served(row_format: RowFormat) -> None:
+    deployment = replace(DEPLOYMENT, combine_row_format=row_format)
+    served.check_served(plan_bundle(replace(deployment, small_m_enabled=True, large_m_enabled=True)))
+    assert all(served.gemm_plans(plan_bundle(deployment), path) for path in Path)
 
 
 def test_compact_multiplies_as_large_m_does_where_that_may_serve() -> None:

@@ -23,10 +23,6 @@ def check_served(bundle: Bundle) -> None:
         raise ConfigError(
             must_be("combine_row_format on hopper", "bf16 or fp8", deployment.combine_row_format)
         )
-    if deployment.combine_row_format is RowFormat.FP8 and bundle.capacities(Path.LARGE_M):
-        # large_m with FP8 rows has failed on a GPU; docs/hopper.md says how.
-        need = "bf16 where large_m is built (a large_m_capacity above max_tokens_per_rank leaves it out)"
-        raise ConfigError(must_be("combine_row_format on hopper", need, deployment.combine_row_format))
     if deployment.shape.activation != "silu":
         raise ConfigError(must_be("activation on hopper", "silu", deployment.shape.activation))
     if deployment.shape.hidden > MAX_HIDDEN:

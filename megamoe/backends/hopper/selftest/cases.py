@@ -95,9 +95,9 @@ def batch_of(case: Case, shape: MoeShape, rank: int) -> MoeBatch:
 
 
 def deployment_of(shape: MoeShape, row_format: RowFormat) -> Deployment:
-    """What is checked: all four paths, but large_m not with FP8 rows or few experts; fewer rows at the odd shape."""
+    """What is checked: all four paths, but large_m not with few experts; fewer rows at the odd shape."""
     capacity = ODD_CAPACITY if shape.name == ODD_SHAPE.name else CAPACITY
-    large_m = row_format is RowFormat.BF16 and shape.name != FEW_EXPERTS.name
+    large_m = shape.name != FEW_EXPERTS.name
     return Deployment(
         shape=shape,
         backend="hopper",
