@@ -24,7 +24,9 @@ WIDEST_ROWS = 8 * len(STREAM_COSTS)
 HALVED_UP_TO = 4
 """Streaming tiles a program up to which they may be halved, where that leaves the slowest program less to do."""
 ENTRY_WORDS = 4
-"""A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, unused."""
+"""A work entry: expert, first block (streaming kernel) or first row (tiled kernel), rows, complete tiles of GEMM1."""
+ENTRY_DONE = 3
+"""Word of an entry, zeroed when it is written; counted on small_m only."""
 COUNTER_WORDS = 16
 INDEX_PART = 256
 """Rows that are counted together in large steps."""

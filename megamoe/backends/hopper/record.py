@@ -79,6 +79,8 @@ class Word(IntEnum):
     MULTIPLIED = 51
     RETURNED = 52
     ANSWERED = 53
+    TICKET = 54
+    """Streaming tiles of GEMM2 that small_m's thread blocks have drawn."""
 
 
 FIRST_STATUS = int(Word.FAILED)

@@ -119,12 +119,12 @@ def _finish_part(acc, factor, row, group, rows, rest, COLUMNS_OUT: gl.constexpr)
 
 @gluon.jit
 def tiled_tiles(
-    image_out, units, out_factor, boxes, work, num_entries, limit, num_programs, CHUNKS: gl.constexpr,
+    image_out, units, out_factor, boxes, work, num_entries, limit, place, num_programs, CHUNKS: gl.constexpr,
     CHUNKS_OUT: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, CLOSES: gl.constexpr,
 ):  # fmt: skip
     """See tiled.persistent."""
     tiled.persistent(
-        boxes, units, out_factor, work, num_entries, num_programs, _finish_part, (image_out, limit),
+        boxes, units, out_factor, work, num_entries, place, num_programs, _finish_part, (image_out, limit),
         CHUNKS, GROUPS, TILES, CHUNKS_OUT * 128, CLOSES,
     )  # fmt: skip
 
@@ -137,5 +137,5 @@ def gemm1_tiled_kernel(
     after_previous_gluon()
     tiled_tiles(
         image_out, units, out_factor, tiled.boxes_of(box256, box128, box64, box32), work, num_entries, limit,
-        num_programs, CHUNKS, CHUNKS_OUT, GROUPS, TILES, False,
+        gl.program_id(0), num_programs, CHUNKS, CHUNKS_OUT, GROUPS, TILES, False,
     )  # fmt: skip

@@ -114,12 +114,12 @@ def _finish_part(acc, factor, row, group, rows, rest, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def tiled_tiles(
-    row_address, row_weight, units, out_factor, boxes, work, num_entries, num_programs, HIDDEN: gl.constexpr,
+    row_address, row_weight, units, out_factor, boxes, work, num_entries, place, num_programs, HIDDEN: gl.constexpr,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, FP8: gl.constexpr, TILES: gl.constexpr, CLOSES: gl.constexpr,
 ):  # fmt: skip
     """See tiled.persistent."""
     tiled.persistent(
-        boxes, units, out_factor, work, num_entries, num_programs, _finish_part, (row_address, row_weight),
+        boxes, units, out_factor, work, num_entries, place, num_programs, _finish_part, (row_address, row_weight),
         CHUNKS, GROUPS, TILES, (HIDDEN, FP8), CLOSES,
     )  # fmt: skip
 
@@ -132,5 +132,5 @@ def gemm2_tiled_kernel(
     after_previous_gluon()
     tiled_tiles(
         row_address, row_weight, units, out_factor, tiled.boxes_of(box256, box128, box64, box32), work, num_entries,
-        num_programs, HIDDEN, CHUNKS, GROUPS, FP8, TILES, False,
+        gl.program_id(0), num_programs, HIDDEN, CHUNKS, GROUPS, FP8, TILES, False,
     )  # fmt: skip

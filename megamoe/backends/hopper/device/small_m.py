@@ -28,6 +28,7 @@ from megamoe.backends.hopper.device.chain import after_previous_gluon
 
 LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [plan.SMALL_M.warps], [0]))
 LANES: gl.constexpr = gl.constexpr(gl.BlockedLayout([8], [32], [plan.SMALL_M.warps], [0]))
+NUM_THREADS: gl.constexpr = gl.constexpr(32 * plan.SMALL_M.warps)
 NUM_LANES: gl.constexpr = gl.constexpr(8 * 32 * plan.SMALL_M.warps)
 """(token, slot) pairs that the index stage looks at together."""
 BLOCKS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [plan.SMALL_M.warps, 1], [1, 0]))
@@ -220,7 +221,7 @@ def small_m_kernel(
             gemms.multiply(
                 share, control, image, middle, image_tokens, middle_tokens, row_address, row_weight,
                 work, stream_work, tiled_work, w13, w13_factor, w2, w2_factor, limit,
-                HIDDEN, CHUNKS1, CHUNKS2, GROUPS1, GROUPS2, TILES, FP8,
+                HIDDEN, CHUNKS1, CHUNKS2, GROUPS1, GROUPS2, max(2 * BINS, NUM_THREADS), TILES, FP8,
             )  # fmt: skip
     last = sync.arrive(control + sync.RETURNED) == gl.num_programs(0) - 1
     if last & (gl.load(control + flags.FAILED, volatile=True) == 0):

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.backends.hopper.device import stream_loop as stream
-from megamoe.backends.hopper.device import turns
+from megamoe.backends.hopper.device import sync, turns
 
 
 @gluon.constexpr_function
@@ -29,23 +29,30 @@ def nothing():
 
 @gluon.jit
 def _tile(
-    words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest,
+    words, scales, tid, chunks, at, factor, block, group, rows, entry, queue, finish, rest,
     OPTIONS: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr, HALVES: gl.constexpr,
+    TICKETS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of an entry of up to 8 * BLOCKS rows and finish it; returns the next tile's first words."""
-    words, scales, acc = stream.multiply(words, scales, lane, chunks, at, CHUNKS, WARPS, BLOCKS, HALVES)
+    """Multiply a tile of an entry of up to 8 * BLOCKS rows and finish it; returns the next tile's first words and, if
+    TICKETS, a ticket that has come meanwhile."""
+    words, scales, acc = stream.multiply(words, scales, tid & 31, chunks, at, CHUNKS, WARPS, BLOCKS, HALVES)
+    ticket = tid
+    if TICKETS:
+        ticket = sync.draw(queue, tid)
     finish(acc, factor, block, group, rows, entry, rest, OPTIONS, WARPS, BLOCKS, HALVES)
-    return words, scales
+    return words, scales, ticket
 
 
 @gluon.jit
 def tiles(
-    units, out_factor, image, work, first, stop, step, beyond, gate, gate_rest, finish, rest,
+    units, out_factor, image, work, first, stop, step, beyond, queue, gate, gate_rest, finish, rest,
     OPTIONS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, HALVES: gl.constexpr,
+    TICKETS: gl.constexpr,
 ):  # fmt: skip
-    """Every step-th tile from `first` to `stop`; tiles are (entry, 64 * HALVES rows of weights), all of entries of up
-    to 8 rows if HALVES is 1. work: int32 [entries, 4]: expert, image block, rows, complete tiles. beyond: address of
-    the weights that will be read after these, or nothing().
+    """Every step-th tile from `first` to `stop`, or if TICKETS the first one and then those from `step` on by tickets
+    of `queue`. Tiles are (entry, 64 * HALVES rows of weights), all of entries of up to 8 rows if HALVES is 1. work:
+    int32 [entries, 4]: expert, image block, rows, complete tiles. beyond: address of the weights that will be read
+    after these, or nothing().
 
     gate(known, entry, gate_rest): before the first tile, and whenever `known` does not exceed a tile's entry: waits for
     the entry's tokens, and returns up to which entry, not included, later ones are known to have theirs. The tile's
@@ -67,7 +74,11 @@ def tiles(
                 stream.tile_address(base, work, first, GROUPS, CHUNKS, HALVES) + offset, lane
             )
             known = gl.to_tensor(0)
-            for tile in range(first, stop, step):
+            tile = first
+            following = first + step
+            if TICKETS:
+                following = step + sync.drawn(sync.draw(queue, tid))
+            while tile < stop:
                 if tile // per_entry >= known:
                     known = gate(known, tile // per_entry, gate_rest)
                 entry = work + tile // per_entry * 4
@@ -75,33 +86,37 @@ def tiles(
                 rows = gl.load(entry + 2)
                 factor = gl.load(out_factor + gl.load(entry))
                 here = stream.tile_address(base, work, tile, GROUPS, CHUNKS, HALVES)
-                more = tile + step < stop
-                following = stream.tile_address(
-                    base, work, gl.where(more, tile + step, tile), GROUPS, CHUNKS, HALVES
+                more = following < stop
+                there = stream.tile_address(
+                    base, work, gl.where(more, following, tile), GROUPS, CHUNKS, HALVES
                 )
-                at = (here, gl.where(more, following, beyond), offset)
+                at = (here, gl.where(more, there, beyond), offset)
                 chunks = tokens + block.to(gl.int64) * (CHUNKS * stream.TOKEN_CHUNK_BYTES)
                 group = tile % per_entry
                 if HALVES == 1:
-                    words, scales = _tile(
-                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                        CHUNKS, WARPS, 1, HALVES,
+                    words, scales, ticket = _tile(
+                        words, scales, tid, chunks, at, factor, block, group, rows, entry, queue, finish, rest,
+                        OPTIONS, CHUNKS, WARPS, 1, HALVES, TICKETS,
                     )  # fmt: skip
                 elif rows > 16:
-                    words, scales = _tile(
-                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                        CHUNKS, WARPS, 3, HALVES,
+                    words, scales, ticket = _tile(
+                        words, scales, tid, chunks, at, factor, block, group, rows, entry, queue, finish, rest,
+                        OPTIONS, CHUNKS, WARPS, 3, HALVES, TICKETS,
                     )  # fmt: skip
                 elif rows > 8:
-                    words, scales = _tile(
-                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                        CHUNKS, WARPS, 2, HALVES,
+                    words, scales, ticket = _tile(
+                        words, scales, tid, chunks, at, factor, block, group, rows, entry, queue, finish, rest,
+                        OPTIONS, CHUNKS, WARPS, 2, HALVES, TICKETS,
                     )  # fmt: skip
                 else:
-                    words, scales = _tile(
-                        words, scales, lane, chunks, at, factor, block, group, rows, entry, finish, rest, OPTIONS,
-                        CHUNKS, WARPS, 1, HALVES,
+                    words, scales, ticket = _tile(
+                        words, scales, tid, chunks, at, factor, block, group, rows, entry, queue, finish, rest,
+                        OPTIONS, CHUNKS, WARPS, 1, HALVES, TICKETS,
                     )  # fmt: skip
+                tile = following
+                following += step
+                if TICKETS:
+                    following = step + sync.drawn(ticket)
 
 
 @gluon.jit
@@ -119,12 +134,12 @@ def all_tiles(
     if can_halve(CHUNKS, WARPS) & turns.halved(counters, num_slots * OCCUPANCY, GROUPS):
         first, stop = turns.tile_range(counters, gl.program_id(0), num_slots, tiles_of(GROUPS, 1))
         tiles(
-            units, out_factor, image, work, first, stop, OCCUPANCY, nothing(), _no_gate, (work,), finish, rest,
-            OPTIONS, CHUNKS, GROUPS, WARPS, 1,
+            units, out_factor, image, work, first, stop, OCCUPANCY, nothing(), work, _no_gate, (work,), finish, rest,
+            OPTIONS, CHUNKS, GROUPS, WARPS, 1, False,
         )  # fmt: skip
     else:
         first, stop = turns.tile_range(counters, gl.program_id(0), num_slots, tiles_of(GROUPS, 2))
         tiles(
-            units, out_factor, image, work, first, stop, OCCUPANCY, nothing(), _no_gate, (work,), finish, rest,
-            OPTIONS, CHUNKS, GROUPS, WARPS, 2,
+            units, out_factor, image, work, first, stop, OCCUPANCY, nothing(), work, _no_gate, (work,), finish, rest,
+            OPTIONS, CHUNKS, GROUPS, WARPS, 2, False,
         )  # fmt: skip

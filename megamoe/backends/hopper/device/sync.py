@@ -17,20 +17,29 @@ EXPANDED = tl.constexpr(int(Word.EXPANDED))
 MULTIPLIED = tl.constexpr(int(Word.MULTIPLIED))
 RETURNED = tl.constexpr(int(Word.RETURNED))
 ANSWERED = tl.constexpr(int(Word.ANSWERED))
+TICKET = tl.constexpr(int(Word.TICKET))
 # One thread of a block looks: all threads of all blocks at one address are in the way of those that arrive.
-SPIN = tl.constexpr("""{
+_SPIN = """{{
 .reg .pred p;
 .reg .b32 t;
-.reg .b64 seen;
+.reg .b{bits} seen;
 mov.u32 t, %tid.x;
 setp.ne.u32 p, t, 0;
 @p bra DONE;
 AGAIN:
-ld.acquire.gpu.global.b64 seen, [$1];
-setp.lt.s64 p, seen, $2;
+ld.acquire.gpu.global.b{bits} seen, [$1];
+setp.lt.s{bits} p, seen, $2;
 @p bra AGAIN;
 DONE:
 mov.u32 $0, 0;
+}}"""
+SPIN = tl.constexpr(_SPIN.format(bits=64))
+SPIN_WORD = tl.constexpr(_SPIN.format(bits=32))
+DRAW = tl.constexpr("""{
+.reg .pred p;
+setp.eq.s32 p, $2, 0;
+mov.b32 $0, 0;
+@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1;
 }""")
 
 
@@ -51,8 +60,59 @@ def await_count(counter, number):
 
 
 @triton.jit
+def await_word(counter, number):
+    """The same of a 32-bit counter."""
+    tl.inline_asm_elementwise(
+        SPIN_WORD, "=r,l,r", [counter.to(tl.int64), number], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.debug_barrier()
+
+
+@triton.jit
+def count_in(counter):
+    """Count this thread block in, with everything it has written."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def acquire(addresses):
+    """Words that other thread blocks count in. Whoever sees a number of them sees what they wrote."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [addresses.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def draw(queue, tid):
+    """Ask for this thread block's next ticket: 0, 1, ... over all of them. Thread 0 gets it, later."""
+    return tl.inline_asm_elementwise(
+        DRAW, "=&r,l,r", [queue.to(tl.int64) + 0 * tid, tid], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def drawn(ticket):
+    """The ticket, for all threads."""
+    return tl.sum(ticket, axis=0)
+
+
+@triton.jit
 def fence_proxies():
     """Between ordinary stores and TMA loads of the same memory in one launch: on both sides, next to the counter."""
     tl.inline_asm_elementwise(
         "fence.proxy.async;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fence_global_proxies():
+    """The same, for stores to global memory alone: it does not wait for others."""
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global;\nmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )

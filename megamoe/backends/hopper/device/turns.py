@@ -18,6 +18,11 @@ HALVED_UP_TO = tl.constexpr(plan.HALVED_UP_TO)
 
 
 @triton.jit
+def num_entries(counters):
+    return tl.load(counters) + tl.load(counters + 1) + tl.load(counters + 2)
+
+
+@triton.jit
 def halved(counters, num_programs, TILES: tl.constexpr):
     """As plan.halves_tiles."""
     tiles = tl.load(counters) * TILES
@@ -46,3 +51,15 @@ def tile_range(counters, program, num_slots, TILES: tl.constexpr):
     slot = program % num_slots
     first = _tile_at(total * slot // num_slots, num1, num2) + program // num_slots
     return first, _tile_at(total * (slot + 1) // num_slots, num1, num2)
+
+
+@triton.jit
+def place_of(program, num_slots, OCCUPANCY: tl.constexpr):
+    """A program's place where all take turns: neighbours share a multiprocessor."""
+    return program % num_slots * OCCUPANCY + program // num_slots
+
+
+@triton.jit
+def after(place, tiles, num_programs):
+    """The place of the same program once that many tiles have been taken: the first tile that comes then is 0's."""
+    return (place + num_programs - tiles % num_programs) % num_programs

@@ -322,14 +322,14 @@ def multiply(
 
 @gluon.jit
 def _tiles_of_width(
-    begin, stop, tokens, memory, units, out_factor, work, num_programs, finish, rest,
+    begin, stop, place, tokens, memory, units, out_factor, work, num_programs, finish, rest,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
     OPTIONS: gl.constexpr, CLOSES: gl.constexpr,
 ):  # fmt: skip
     """This thread block's share of the tiles [begin, stop), all of one width. tokens: descriptors of its parts. CLOSES:
     something else may take the memory of this ring."""
     # Thread blocks take turns from tile 0 on, whatever its width.
-    first = begin + (gl.program_id(0) + num_programs - begin % num_programs) % num_programs
+    first = begin + (place + num_programs - begin % num_programs) % num_programs
     if first < stop:
         words_off, scales_off = thread_offsets()
         row, at = tile_origin(units, work, first, GROUPS, CHUNKS)
@@ -361,13 +361,13 @@ def _tiles_of_width(
 
 @gluon.jit
 def persistent(
-    boxes, units, out_factor, work, num_entries, num_programs, finish, rest,
+    boxes, units, out_factor, work, num_entries, place, num_programs, finish, rest,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, OPTIONS: gl.constexpr, CLOSES: gl.constexpr,
 ):  # fmt: skip
     """All tiles, (entry, 128 rows of weights), the widest first. boxes: descriptors of the token image. work: int32
-    [entries, 4]: expert, first image row, rows, unused; num_entries: of each width. TILES: width, stages and chunks
-    ahead of each. CLOSES: the kernel goes on. finish(sums, factor, row, group, rows, rest, OPTIONS): what is done with
-    a part of a tile."""
+    [entries, 4]: expert, first image row, rows, unused; num_entries: of each width. place: of this thread block among
+    those that take turns. TILES: width, stages and chunks ahead of each. CLOSES: the kernel goes on. finish(sums,
+    factor, row, group, rows, rest, OPTIONS): what is done with a part of a tile."""
     ring_rows: gl.constexpr = most_rows(TILES)
     shape: gl.constexpr = [ring_rows // boxes[0].block_shape[0]] + boxes[0].block_shape
     memory = gl.allocate_shared_memory(gl.bfloat16, shape, boxes[0].layout)
@@ -375,7 +375,7 @@ def persistent(
     for i in gl.static_range(len(TILES)):
         stop = begin + gl.load(num_entries + i) * GROUPS
         _tiles_of_width(
-            begin, stop, parts(boxes, TILES[i][0]), memory, units, out_factor, work, num_programs, finish, rest,
+            begin, stop, place, parts(boxes, TILES[i][0]), memory, units, out_factor, work, num_programs, finish, rest,
             CHUNKS, GROUPS, TILES[i][1], TILES[i][2], OPTIONS, CLOSES or len(TILES) > 1,
         )  # fmt: skip
         begin = stop
