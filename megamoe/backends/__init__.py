@@ -233,6 +233,18 @@ def check_backend(bundle: Bundle) -> None:
         check(bundle)
 
 
+def check_switch(bundle: Bundle, path: Path) -> None:
+    """Whether a path may be switched on while a deployment serves. Needs no device.
+
+    Raises ConfigError where its steps would then have other bits than those of compact, which large_m must not.
+    """
+    check: Callable[[Bundle, Path], None] | None = getattr(
+        _module(bundle.deployment.backend), "check_switch", None
+    )
+    if check is not None:
+        check(bundle, path)
+
+
 def diagnose(bundle: Bundle) -> list[Finding]:
     """What a deployment's backend needs of this machine, and what of it is missing. Allocates nothing."""
     found: Callable[[Bundle], list[Finding]] | None = getattr(

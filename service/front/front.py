@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from megamoe import MoeBatch, Path, Phase
+from megamoe import MoeBatch, Path, Phase, check_switch
 from megamoe.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -145,6 +145,8 @@ class Front:
         path = codec.enum_from_pb(Path, request.path, "path")
         if path not in built_paths(self.config):
             raise ConfigError(f"path {path} is not built: {self.config.bundle.reasons[path]}")
+        if request.enabled:
+            await asyncio.to_thread(check_switch, self.config.bundle, path)
         group = self._group()
         policy = self.state.policy.with_path(path, request.enabled)
         self.state.policy = policy  # taken now: of two callers at once each gets a version of its own

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe import Deployment, MoeShape, Path, RowFormat, plan_bundle
+from megamoe import Deployment, MoeShape, Path, RowFormat, check_switch, plan_bundle
 from megamoe.backends import Launch
 from megamoe.backends.hopper import served
 from megamoe.backends.hopper.buffers import BoundLayer
@@ -87,3 +87,21 @@ def test_graphs_are_of_a_binding_a_path_and_a_bucket() -> None:
     # Of another plan in the same bucket; of another bucket.
     others = [key(35), key(17), key(slot=1), key(version=1), key(path=Path.SMALL_M), key(path=Path.COMPACT)]
     assert len({key(45), *others, key(closing=True), key(quantized=True)}) == 9
+
+
+def test_large_m_is_not_switched_on_beside_fp8_gemms() -> None:
+    """Its steps have compact's bits, and it has no FP8 GEMMs: where compact has, it is on from the start or off."""
+    many = replace(DEPLOYMENT, max_tokens_per_rank=1024, large_m_capacity=1024)
+    [first] = [
+        rows
+        for rows in range(40, 1024)
+        if served.gemm_plan(plan_bundle(many), Path.COMPACT, rows).is_fp8
+        > served.gemm_plan(plan_bundle(many), Path.COMPACT, rows - 1).is_fp8
+    ]
+    wanted = rf"large_m on hopper must be on from the start .*got switched on \(from {first} rows"
+    with pytest.raises(ConfigError, match=wanted):
+        check_switch(plan_bundle(many), Path.LARGE_M)
+    check_switch(plan_bundle(many), Path.SMALL_M)
+    on = replace(many, large_m_enabled=True)
+    for deployment in (on, DEPLOYMENT, replace(many, batch_invariant=True), replace(many, backend="cpu")):
+        check_switch(plan_bundle(deployment), Path.LARGE_M)

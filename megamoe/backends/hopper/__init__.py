@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megamoe.bundle import Bundle
+from megamoe.bundle import Bundle, Path
 from megamoe.errors import ConfigError, InvalidArgumentError, OperatorError, must_be
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ def check(bundle: Bundle) -> None:
     check_gpu(bundle.shape.num_ranks)
     check_triton()
     served(bundle)
+
+
+def check_switch(bundle: Bundle, path: Path) -> None:
+    """See megamoe.backends.check_switch."""
+    _module("served").check_switch(bundle, path)
 
 
 def check_gpu(num_ranks: int | None = None) -> None:

@@ -34,6 +34,19 @@ def check_served(bundle: Bundle) -> None:
         raise ConfigError(must_be("experts per rank on hopper", need, experts))
 
 
+def check_switch(bundle: Bundle, path: Path) -> None:
+    """Raises ConfigError for large_m where it was off at the start and compact has FP8 GEMMs for steps of its sizes."""
+    deployment = bundle.deployment
+    if path is not Path.LARGE_M or deployment.large_m_enabled:
+        return
+    most = max(bundle.capacities(path), default=0)
+    for rows in range(deployment.large_m_min_tokens, most + 1):
+        if gemm_plan(bundle, Path.COMPACT, rows).is_fp8:
+            need = "on from the start (large_m_enabled) or off"
+            why = f"(from {rows} rows a rank on compact has FP8 GEMMs, and other bits)"
+            raise ConfigError(must_be("large_m on hopper", need, f"switched on {why}"))
+
+
 def reach_peers(heaps: Iterable[torch.Tensor], device: torch.device) -> None:
     """Let kernels on `device` store into the heaps of other GPUs. Raises ConfigError where there is no peer access."""
     for heap in heaps:
