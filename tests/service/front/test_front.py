@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megamoe import PathPolicy, Phase
-from megamoe.errors import ConfigError, InvalidArgumentError
+from megamoe.errors import ConfigError, InvalidArgumentError, UnavailableError
 from service.config import load_config
 from service.front.front import Front, read_job
 from service.net import wire
@@ -101,3 +101,15 @@ async def test_taken_ports_are_refused_by_name() -> None:
                 with pytest.raises(ConfigError, match=f"port 127.0.0.1:{port} must be free to listen on"):
                     await front.start()
             await front.stop()
+
+
+async def test_a_path_that_the_backend_cannot_switch_on_is_refused_before_any_rank_hears_of_it() -> None:
+    """On hopper compact has FP8 GEMMs in large steps, whose bits large_m has not; off it may always be."""
+    overrides = {"profile": "deepseek-v4-pro-ep8", "backend": "hopper", "large_m_enabled": False}
+    state = State(generation=1, policy=PathPolicy())
+    front = Front(load_config(overrides=overrides, env=False), state)
+    with pytest.raises(ConfigError, match="large_m on hopper must be on from the start"):
+        await front.set_path_enabled(pb.SetPathEnabledRequest(path=pb.PATH_large_m, enabled=True))
+    assert state.policy == PathPolicy()
+    with pytest.raises(UnavailableError, match="no group is up"):
+        await front.set_path_enabled(pb.SetPathEnabledRequest(path=pb.PATH_large_m, enabled=False))
