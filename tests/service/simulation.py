@@ -7,7 +7,7 @@ simulation itself checks on the way: all ranks of a launch hold the same plan, l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,7 +298,7 @@ def rows_of(plan_rows: int, seed: int) -> dict[str, Any]:
     }
 
 
-def codes(replies: dict[int, Reply]) -> set[tuple[str, str]]:
+def codes(replies: Mapping[int, Reply | None]) -> set[tuple[str, str]]:
     """(code, sentence) of replies that are all errors."""
     assert all(isinstance(reply, ErrorReply) for reply in replies.values()), replies
     return {(reply.code, reply.message) for reply in replies.values() if isinstance(reply, ErrorReply)}
