@@ -9,6 +9,7 @@ from importlib import metadata
 
 import psutil
 from rich.console import Console
+from rich.text import Text
 
 from megamoe import Finding, diagnose
 from service.cli.plan import _size
@@ -93,8 +94,8 @@ def print_diagnosis(config: ServiceConfig) -> bool:
     out = Console()
     found = findings(config)
     for finding in found:
-        mark = "[green]ok[/]  " if finding.ok else "[red]no[/]  "
-        out.print(mark + finding.what, highlight=False)
+        mark = Text("ok  ", "green") if finding.ok else Text("no  ", "red")
+        out.print(mark.append(finding.what, "default"), soft_wrap=True)
     bad = sum(not finding.ok for finding in found)
     out.print("everything is there" if not bad else f"{bad} of {len(found)} stand in the way")
     return not bad

@@ -73,8 +73,13 @@ def selftest(config: ServiceConfig, *, fast: bool, num_soak_steps: int) -> bool:
     return right
 
 
-def compile_kernels(config: ServiceConfig) -> None:
-    """Needs no GPU. Raises ConfigError."""
+def compile_kernels(config: ServiceConfig, *, out: Path | None, check: bool) -> None:
+    """Needs no GPU. Raises ConfigError, InvalidArgumentError for what a folder of kernels is needed for."""
+    for name, value in (("out", out), ("check", check)):
+        if value:
+            raise InvalidArgumentError(
+                must_be(name, "left out: hopper's kernels go into Triton's cache", value)
+            )
     compile_ahead(config.bundle, typer.echo)
 
 

@@ -205,7 +205,7 @@ def compile_command(
 
     with _told():
         if config.backend == "hopper":
-            gpu.compile_kernels(config)
+            gpu.compile_kernels(config, out=out, check=check)
             return
         if out is None:
             raise InvalidArgumentError(must_be("out", "a folder to fill", "none"))

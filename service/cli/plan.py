@@ -65,7 +65,7 @@ def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
     try:
         check_backend(bundle)
     except ConfigError as error:
-        out.print(f"on this machine it cannot start: {error}", highlight=False)
+        out.print(f"on this machine it cannot start: {error}", highlight=False, markup=False)
     return fits
 
 

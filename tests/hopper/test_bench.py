@@ -9,7 +9,7 @@ from pathlib import Path as FilePath
 import pytest
 import torch
 
-from megamoe.backends.hopper.bench import deployment_of
+from megamoe.backends.hopper.bench.group import deployment_of
 from megamoe.backends.hopper.bench.layer import paths_at
 from megamoe.backends.hopper.bench.plot import draw
 from megamoe.backends.hopper.bench.report import MI355X, Report, read_reports

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megamoe import Path, RowFormat, plan_bundle
-from megamoe.backends.hopper import bench, compile_ahead, served
+from megamoe.backends.hopper import compile_ahead, served
+from megamoe.backends.hopper.bench.group import CAPACITIES, deployment_of
 from megamoe.backends.hopper.floors import ranks_of
 from megamoe.backends.hopper.selftest import cases as selftest
 from megamoe.shape import preset
@@ -22,7 +23,7 @@ SCRIPT = FilePath(__file__).parents[2] / "tools" / "run_ep8.sh"
 @pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
 def test_every_plan_of_every_path_has_a_job(row_format: RowFormat) -> None:
     v4_pro = ranks_of(preset("deepseek-v4-pro"), 8)
-    deployments = [bench.deployment_of(v4_pro, capacity, row_format) for capacity in bench.CAPACITIES]
+    deployments = [deployment_of(v4_pro, capacity, row_format) for capacity in CAPACITIES]
     deployments += [
         selftest.deployment_of(shape, row_format) for shape in (selftest.SHAPE, selftest.ODD_SHAPE)
     ]
@@ -66,6 +67,26 @@ def test_scripts_say_what_they_lack_in_one_sentence(script: str) -> None:
     said = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=60)
     assert (said.returncode, said.stdout, said.stderr.count("\n")) == (1, "", 1), said.stderr
     lacks = "missing.json" if "tables" in script else "backend hopper needs a CUDA build of torch and a GPU"
+    assert lacks in said.stderr
+
+
+WITHOUT_TRITON = """
+import runpy, sys
+sys.modules["triton"] = None
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "script", ["bench", "baseline", "selftest", "compile_ahead", "bench.tables missing.json"]
+)
+def test_scripts_without_triton_say_so_too(script: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_TRITON, *f"megamoe.backends.hopper.{script}".split()]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    said = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=60)
+    assert (said.returncode, said.stdout, said.stderr.count("\n")) == (1, "", 1), said.stderr
+    # Tables of an old run need none.
+    lacks = "missing.json" if "tables" in script else "needs the package triton: install megamoe[hopper]"
     assert lacks in said.stderr
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -75,19 +76,21 @@ def check_gpu(num_ranks: int | None = None) -> None:
 def exit_status(main: Callable[[], int | None]) -> int:
     """What `main` of a script returns; what the machine or the arguments lack becomes one sentence and status 1."""
     try:
-        return main() or 0
+        with _packages():
+            return main() or 0
     except (OperatorError, InvalidArgumentError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
 def check_triton() -> None:
-    """Raises ConfigError where the installed Triton's Gluon lacks what the tiled kernels use of it.
+    """Raises ConfigError where there is no Triton, or one whose Gluon lacks what the tiled kernels use of it.
 
     Triton 3.6 has `shared_memory_descriptor._reinterpret`, 3.9 has not.
     """
-    triton = import_module("triton")
-    gluon = import_module("triton.experimental.gluon.language._core")
+    with _packages():
+        triton = import_module("triton")
+        gluon = import_module("triton.experimental.gluon.language._core")
     if not hasattr(gluon.shared_memory_descriptor, "_reinterpret"):
         raise ConfigError(f"backend hopper needs triton 3.6 (got: {triton.__version__}, whose Gluon differs)")
 
@@ -116,9 +119,18 @@ def _backend() -> Any:
 
 def _module(name: str) -> Any:
     """A module of this folder. Raises ConfigError naming a package that is not installed."""
-    try:
+    with _packages():
         return import_module(f"megamoe.backends.hopper.{name}")
+
+
+@contextmanager
+def _packages() -> Iterator[None]:
+    """Raises ConfigError naming a package that is imported within and not installed."""
+    try:
+        yield
     except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __name__.partition(".")[0]:
+            raise
         raise ConfigError(
             f"backend hopper needs the package {error.name}: install megamoe[hopper] (got: not installed)"
         ) from error

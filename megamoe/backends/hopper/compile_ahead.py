@@ -159,14 +159,12 @@ def selftest_deployments(num_ranks: int, row_formats: Sequence[RowFormat], *, od
 
 def bench_deployments(shape: MoeShape, num_ranks: int, row_formats: Sequence[RowFormat]) -> list[Deployment]:
     """What the bench opens. shape: of the whole deployment."""
-    from megamoe.backends.hopper import bench
+    from megamoe.backends.hopper.bench.group import CAPACITIES, deployment_of
     from megamoe.backends.hopper.floors import ranks_of
 
     group = ranks_of(shape, num_ranks)
     return [
-        bench.deployment_of(group, capacity, row_format)
-        for row_format in row_formats
-        for capacity in bench.CAPACITIES
+        deployment_of(group, capacity, row_format) for row_format in row_formats for capacity in CAPACITIES
     ]
 
 

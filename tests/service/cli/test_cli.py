@@ -9,7 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megamoe import plan_layout
+from megamoe import Bundle, plan_layout
+from megamoe.backends import hopper
+from megamoe.errors import ConfigError
 from service.cli.doctor import findings
 from service.cli.main import app
 from service.config import ServiceConfig, load_config
@@ -116,6 +118,17 @@ def test_a_backend_that_cannot_start_here_is_told_before_anything_starts(
     assert (status, f"on this machine it cannot start: {reason}" in text) == (0, True), text
     status, text = run("serve", *settings)
     assert (status, reason in text, "starts" in text) == (2, True, False), text
+
+
+def test_what_a_backend_lacks_is_printed_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets are no markup."""
+
+    def check(bundle: Bundle) -> None:
+        raise ConfigError("install megamoe[hopper]")
+
+    monkeypatch.setattr(hopper, "check", check)
+    for command in ("doctor", "plan"):
+        assert "install megamoe[hopper]" in run(command, "--backend", "hopper")[1]
 
 
 def test_lists_and_tables_on_the_command_line() -> None:

@@ -82,6 +82,8 @@ def test_compile_is_of_the_deployment(asked: list[Any]) -> None:
         (["bench", "--gemms"], "gemms must be left out"),
         (["selftest", "--fast"], "fast must be left out"),
         (["compile"], "out must be a folder to fill, got none"),
+        (["compile", "--backend", "hopper", "--out", "k"], "out must be left out: hopper's kernels go into"),
+        (["compile", "--backend", "hopper", "--check"], "check must be left out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

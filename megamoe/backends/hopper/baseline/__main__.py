@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path as FilePath
 
 from megamoe.backends.hopper import check_gpu, exit_status
-from megamoe.backends.hopper.baseline.ranks import BaselineConfig, time_baseline
 from megamoe.backends.hopper.floors import ranks_of
 from megamoe.routing import DISTRIBUTIONS
 from megamoe.shape import preset
@@ -28,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--triton-kernels", type=FilePath, help="folder of that package: MXFP4 instead of bf16"
     )
     chosen = parser.parse_args(arguments)
+    from megamoe.backends.hopper.baseline.ranks import BaselineConfig, time_baseline  # needs Triton
+
     config = BaselineConfig(
         shape=ranks_of(preset(chosen.shape), chosen.ranks),
         tokens=chosen.tokens,

@@ -8,20 +8,3 @@ tokens a rank, receives as many routed rows as in EP8. --ranks 1 leaves out only
 group: ranks, weights, launches. layer, gemms: what is timed. timing: one size. run: all of them; report, plot: what
 is kept of a run.
 """
-
-from megamoe.backends.hopper.bench.gemms import bench_gemms, graph_us
-from megamoe.backends.hopper.bench.group import CAPACITIES, GroupBench, deployment_of
-from megamoe.backends.hopper.bench.layer import bench_layer, routes_at
-from megamoe.backends.hopper.bench.timing import Timing, label
-
-__all__ = [
-    "CAPACITIES",
-    "GroupBench",
-    "Timing",
-    "bench_gemms",
-    "bench_layer",
-    "deployment_of",
-    "graph_us",
-    "label",
-    "routes_at",
-]

@@ -3,7 +3,13 @@
 import sys
 
 from megamoe.backends.hopper import exit_status
-from megamoe.backends.hopper.bench.run import main
+
+
+def main() -> int | None:
+    from megamoe.backends.hopper.bench.run import main as run  # needs Triton
+
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(exit_status(main))
