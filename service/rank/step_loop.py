@@ -4,7 +4,7 @@ Event-driven: it sleeps on the rank's doorbell, which rings and other ranks ring
 rings, moves plans on, and executes layer calls strictly in sequence order. A second thread stands in for it while it
 is inside a layer call, so that plans of other micro-batches are agreed and refusals answered meanwhile: a layer
 call that waits for a peer never keeps that peer's caller waiting for a plan. The stand-in never touches the runtime.
-What the rank knows is a RankState; a bug here brings the group down, loudly.
+What the rank knows is a RankState; a bug here brings the group down, loudly, and so does a device that is lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from megamoe import MoeOutput, PathPolicy
-from megamoe.errors import MegaMoeError
+from megamoe.errors import MegaMoeError, UnavailableError
 from service.board.board import Board
 from service.messages import ErrorReply
 from service.rank.call_state import Work
@@ -75,7 +75,7 @@ class StepLoop:
         self._ended = threading.Event()
         self._ended.set()
         self.failure: BaseException | None = None
-        """What ended the loop, if it was a bug."""
+        """What ended the loop: a bug, or UnavailableError when the device was lost."""
 
     def start(self) -> None:
         """Run on a thread of its own."""
@@ -136,15 +136,18 @@ class StepLoop:
     # ------------------------------------------------------------------------------ the device thread
 
     def _fail(self, error: BaseException) -> None:
-        """A bug of this loop ends service on all ranks: better than a rank that looks alive and answers nothing."""
-        log.error("rank %d: the step loop failed; this is a bug", self.rank, exc_info=error)
+        """It ends service on all ranks: better than a rank that looks alive and answers nothing."""
+        if isinstance(error, UnavailableError):
+            message = f"rank {self.rank} is lost: {error}"
+            log.error(message, exc_info=error)
+        else:
+            message = f"rank {self.rank}'s step loop failed: {type(error).__name__}: {error}"
+            log.error("%s; this is a bug", message, exc_info=error)
         self.failure = error
-        down = ErrorReply(
-            code="unavailable",
-            message=f"rank {self.rank}'s step loop failed: {type(error).__name__}: {error}",
-        )
-        self._end(down)
+        down = ErrorReply(code="unavailable", message=message)
+        # First of all: what follows may need the device.
         self.board.post_down(down)
+        self._end(down)
 
     def _end(self, error: ErrorReply) -> None:
         self._stopping = True
@@ -178,6 +181,8 @@ class StepLoop:
         self.board.set_busy(self.rank, False)
         with self._lock:
             self.state.finish(work, result, queue_us, total_us)
+        if isinstance(result, UnavailableError):
+            raise result
 
     def _sleep(self, seen: int, idle_s: float) -> None:
         """Until somebody rings, idle_s at most: spins for spin_s, then sleeps and says so."""
