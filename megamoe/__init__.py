@@ -30,7 +30,7 @@ from megamoe.bundle import (
     plan_bundle,
     prev_power_of_2,
 )
-from megamoe.checkpoint import load_layer, save_layer
+from megamoe.checkpoint import checkpoint_version, load_layer, save_layer
 from megamoe.layout import HeapLayout, Region, plan_layout
 from megamoe.memory import (
     MEMORY_ALIGN,
@@ -55,7 +55,7 @@ from megamoe.shm import (
 )
 from megamoe.step import Phase, PlanId, StepIntent, StepPlan, agree
 from megamoe.trial import Verdict, run_trial
-from megamoe.weights import LayerWeights, random_layer_weights, shard
+from megamoe.weights import LayerWeights, random_layer_weights, random_version, shard
 
 __all__ = [
     "SHM_DIR",
@@ -104,6 +104,7 @@ __all__ = [
     "bench_device",
     "check_backend",
     "check_switch",
+    "checkpoint_version",
     "choose_path",
     "compile_ahead",
     "compile_kernels",
@@ -120,6 +121,7 @@ __all__ = [
     "preset",
     "prev_power_of_2",
     "random_layer_weights",
+    "random_version",
     "remove_unowned",
     "run_bench",
     "run_trial",

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from megamoe.errors import BindingError, must_be
 from megamoe.mx import SCALE_NAN
 from megamoe.shape import MoeShape
-from megamoe.weights import LayerWeights, wanted_shapes
+from megamoe.weights import LayerWeights, version_of, wanted_shapes
 
 
 def layer_file(folder: Path, layer_idx: int) -> Path:
@@ -33,14 +33,28 @@ def save_layer(folder: Path, layer_idx: int, weights: LayerWeights) -> Path:
     return path
 
 
+def checkpoint_version(folder: Path, num_layers: int) -> int:
+    """A number that changes when a layer's file is written anew: of names, sizes and times, not of gigabytes.
+
+    Ranks read one folder and must find the same in it. Raises BindingError naming a layer's file that is missing.
+    """
+    files = [_there(folder, layer_idx) for layer_idx in range(num_layers)]
+    return version_of(*((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+
+
+def _there(folder: Path, layer_idx: int) -> Path:
+    path = layer_file(folder, layer_idx)
+    if not path.is_file():
+        raise BindingError(must_be("checkpoint", f"a folder with {path.name}", f"{folder} without it"))
+    return path
+
+
 def load_layer(folder: Path, shape: MoeShape, layer_idx: int, *, rank: int) -> LayerWeights:
     """The experts of `rank` of one layer, [num_experts_per_rank, ...] uint8.
 
     Raises BindingError naming file, tensor, wanted and got.
     """
-    path = layer_file(folder, layer_idx)
-    if not path.is_file():
-        raise BindingError(must_be("checkpoint", f"a folder with {path.name}", f"{folder} without it"))
+    path = _there(folder, layer_idx)
     start = rank * shape.num_experts_per_rank
     stop = start + shape.num_experts_per_rank
     tensors: dict[str, torch.Tensor] = {}

@@ -40,8 +40,10 @@ class StepIntent:
 
     num_rows: this rank's rows (tokens) of the step, 0 for none.
     dtype: wire dtype of the rows ("bfloat16" or "mxfp8"), the same on all ranks.
-    weights_version, placement_version, policy_version: the newest that this rank has staged; the plan takes the
-    lowest, so that a new version takes effect at one step on all ranks at once.
+    weights_version, placement_version: what this rank has bound; the same on all ranks. Placement 0: experts lie in
+    the order of their ids.
+    policy_version: the newest that this rank has staged; the plan takes the lowest, so that a new version takes effect
+    at one step on all ranks at once.
     num_rows_per_rank: the whole counts vector where the caller knows it, else None.
     """
 
@@ -145,6 +147,8 @@ def agree(intents: Sequence[StepIntent], *, max_step_rows: int | None = None) ->
         "plan id (generation/step_id/micro_batch_idx)",
         [str(intent.plan_id) for intent in intents],
     )
+    _same("weights_version", [intent.weights_version for intent in intents])
+    _same("placement_version", [intent.placement_version for intent in intents])
     counts = tuple(intent.num_rows for intent in intents)
     for intent in intents:
         if intent.num_rows_per_rank is not None and intent.num_rows_per_rank != counts:
@@ -178,7 +182,7 @@ def agree(intents: Sequence[StepIntent], *, max_step_rows: int | None = None) ->
         num_rows_per_rank=counts,
         phase=Phase.PREFILL if prefill else (Phase.DECODE if busy else Phase.IDLE),
         dtype=busy[0].dtype if busy else intents[0].dtype,
-        weights_version=min(intent.weights_version for intent in intents),
-        placement_version=min(intent.placement_version for intent in intents),
+        weights_version=intents[0].weights_version,
+        placement_version=intents[0].placement_version,
         policy_version=min(intent.policy_version for intent in intents),
     )

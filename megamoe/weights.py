@@ -151,6 +151,16 @@ def check_binding(
     return weights.as_bytes()
 
 
+def version_of(*facts: object) -> int:
+    """A number from 1 to 2^48 - 1 (exact as a float, for metrics) that tells weights with other facts apart."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:6], "little") or 1
+
+
+def random_version(seed: int) -> int:
+    """The version of `random_layer_weights` of a seed."""
+    return version_of("random", seed)
+
+
 def random_layer_weights(
     shape: MoeShape, *, seed: int, layer_idx: int = 0, rank: int | None = None
 ) -> LayerWeights:

@@ -143,7 +143,9 @@ class RankMetrics:
             Gauge, "last_progress_timestamp_seconds", "Unix time of the step loop's last progress."
         )[()]
         self.generation = self._metric(Gauge, "generation", "Incarnation of the group.")[()]
-        self._weights_version = self._metric(Gauge, "weights_version", "Weights of the last plan.")[()]
+        self.weights_version = self._metric(
+            Gauge, "weights_version", "Tells weights apart; the same on all ranks."
+        )[()]
         self._policy_version = self._metric(Gauge, "policy_version", "Policy of the last plan.")[()]
         self.heap_bytes = self._metric(Gauge, "heap_bytes", "Size of this rank's symmetric heap.")[()]
         self.heap_high_water = self._metric(
@@ -223,7 +225,6 @@ class RankMetrics:
             gauges[name].set_function(function)
 
     def _observe_plan(self, plan: StepPlan, policy: PathPolicy) -> None:
-        self._weights_version.set(plan.weights_version)
         self._policy_version.set(plan.policy_version)
         self.record_policy(policy)
         if self.rank == 0:

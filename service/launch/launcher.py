@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, must_be
 from service.config import ServiceConfig, child_environment
 from service.net.info import Addresses
 from service.rank.spec import RankSpec, RankUp
@@ -66,14 +66,21 @@ def rank_environment(config: ServiceConfig, inherited_path: str = "") -> dict[st
     return {**child_environment(config), "PYTHONPATH": path}
 
 
-def refuse_many_hosts(ups: Sequence[RankUp]) -> None:
-    """Expert parallelism here means one host: the ranks write into each other's memory. Raises ConfigError."""
+def check_ranks(ups: Sequence[RankUp]) -> None:
+    """What only all ranks together tell. Raises ConfigError.
+
+    Expert parallelism here means one host: the ranks write into each other's memory. And one set of weights, also when
+    somebody writes a checkpoint while it is read.
+    """
     hosts = {up.host for up in ups}
     if len(hosts) > 1:
         said = ", ".join(f"rank {up.rank}: {up.host}" for up in ups)
         raise ConfigError(
             f"all ranks must run on one host, since they share its memory, got {len(hosts)} hosts ({said})"
         )
+    if len({up.weights_version for up in ups}) > 1:
+        said = ", ".join(f"rank {up.rank}: {up.weights_version}" for up in ups)
+        raise ConfigError(must_be("weights_version", "equal on all ranks", said))
 
 
 def cpus_per_rank(num_ranks: int, have: float, host: str, wanted: float) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 
 from megamoe.errors import PeerTimeoutError, UnavailableError, error_from_code
 from service.config import inherited_environment
-from service.launch.launcher import rank_environment, refuse_many_hosts
+from service.launch.launcher import check_ranks, rank_environment
 from service.net.info import Addresses
 from service.rank.spec import RankSpec, RankUp
 
@@ -50,7 +50,7 @@ class LocalLauncher:
             self._spawn(spec, env)
         try:
             ups = self._wait_up(len(specs), timeout_s)
-            refuse_many_hosts(ups)
+            check_ranks(ups)
         except BaseException:
             self.stop(timeout_s=2.0)
             raise

@@ -26,7 +26,7 @@ from megamoe.errors import (
     must_be,
 )
 from service.config import ServiceConfig
-from service.launch.launcher import cpus_per_rank, gpus_per_rank, rank_environment, refuse_many_hosts
+from service.launch.launcher import check_ranks, cpus_per_rank, gpus_per_rank, rank_environment
 from service.net.info import Addresses
 from service.rank.process import RankProcess
 from service.rank.spec import RankSpec, RankUp
@@ -134,7 +134,7 @@ class RayLauncher:
                 for spec in specs
             ]
             ups = self._wait_up(timeout_s)
-            refuse_many_hosts(ups)
+            check_ranks(ups)
             self._waits = [actor.wait.remote() for actor in self._actors]
         except BaseException as error:
             self.stop(timeout_s=2.0)

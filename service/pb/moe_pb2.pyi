@@ -426,8 +426,13 @@ class StepPlan(_message.Message):
     phase: Global___Phase.ValueType
     dtype: _builtins.str
     weights_version: _builtins.int
+    """Tells weights apart: a number of the checkpoint's files, or of the seed of random weights. A step of ranks that have
+    bound others is refused.
+    """
     placement_version: _builtins.int
+    """0: experts lie in the order of their ids."""
     policy_version: _builtins.int
+    """Of the newest policy that all ranks have staged."""
     @_builtins.property
     def plan_id(self) -> Global___PlanId: ...
     @_builtins.property

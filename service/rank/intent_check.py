@@ -16,6 +16,7 @@ def checked_intent(
     *,
     rank: int,
     num_ranks: int,
+    weights_version: int,
     policy_version: int,
     draining: bool,
 ) -> StepIntent:
@@ -41,6 +42,7 @@ def checked_intent(
         num_rows=request.num_rows,
         phase=request.phase,
         dtype=request.dtype,
+        weights_version=weights_version,
         policy_version=policy_version,
         draining=draining,
         num_rows_per_rank=request.num_rows_per_rank,

@@ -36,7 +36,8 @@ BLOCKED_POLL_S = 0.001
 
 
 class PlanBook:
-    """See the module. queued_calls: layer calls that wait on this rank. on_plan is told of every agreed plan."""
+    """See the module. weights_version: of what this rank has bound. queued_calls: layer calls that wait on this rank.
+    on_plan is told of every agreed plan."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class PlanBook:
         step_timeout_s: float,
         lease_timeout_s: float,
         limits: AdmissionLimits,
+        weights_version: int = 0,
         queued_calls: Callable[[], int] = lambda: 0,
         on_plan: Callable[[StepPlan, PathPolicy], None] = lambda plan, policy: None,
     ) -> None:
@@ -55,6 +57,7 @@ class PlanBook:
         self._rank = rank
         self._bundle = bundle
         self._policies = policies
+        self._weights_version = weights_version
         self.step_timeout_s = step_timeout_s
         self._queued_calls = queued_calls
         self._on_plan = on_plan
@@ -288,6 +291,7 @@ class PlanBook:
                 plan.plan_id,
                 rank=self._rank,
                 num_ranks=self._board.num_ranks,
+                weights_version=self._weights_version,
                 policy_version=self._policies.newest.version,
                 draining=self.draining,
             )

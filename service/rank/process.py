@@ -24,8 +24,16 @@ from typing import Any
 
 import torch
 
-from megamoe import LayerWeights, PathPolicy, Runtime, load_layer, random_layer_weights
-from megamoe.errors import InternalError, MegaMoeError
+from megamoe import (
+    LayerWeights,
+    PathPolicy,
+    Runtime,
+    checkpoint_version,
+    load_layer,
+    random_layer_weights,
+    random_version,
+)
+from megamoe.errors import BindingError, InternalError, MegaMoeError, must_be
 from service.board.board import Board, board_name
 from service.board.layout import RANKS_AT, rank_at
 from service.config import threads_per_rank
@@ -66,6 +74,7 @@ class RankProcess:
         self._serving = threading.Event()
         self.is_up = False
         self._stop_lock = threading.Lock()
+        self._version = 0
         policy = warmup.served_policy(self.config.bundle, PathPolicy.of(self.config.deployment))
         self._state = State(generation=spec.generation, policy=policy)
 
@@ -89,6 +98,7 @@ class RankProcess:
             host=socket.gethostname(),
             port=port,
             metrics_port=metrics_port,
+            weights_version=self._version,
         )
 
     def start_and_tell(self) -> dict[str, Any]:
@@ -142,6 +152,20 @@ class RankProcess:
             return load_layer(Path(config.checkpoint), shape, layer_idx, rank=rank)
         return random_layer_weights(shape, seed=config.weights_seed, layer_idx=layer_idx, rank=rank)
 
+    def _bind_all(self, runtime: Runtime) -> None:
+        self._version = self._weights_version()
+        for layer_idx in range(self.config.moe_shape.num_layers):
+            runtime.bind_layer(layer_idx, self._weights(layer_idx))
+        if self._weights_version() != self._version:
+            wanted = f"left alone while rank {self.spec.rank} reads it"
+            raise BindingError(must_be(f"checkpoint {self.config.checkpoint}", wanted, "files that changed"))
+
+    def _weights_version(self) -> int:
+        config = self.config
+        if config.checkpoint:
+            return checkpoint_version(Path(config.checkpoint), config.moe_shape.num_layers)
+        return random_version(config.weights_seed)
+
     def _open_device(self) -> tuple[StepLoop, RankMetrics]:
         """Runtime, weights, warm-up and the running step loop; all closed with self._open, last opened first."""
         config, rank, group_name, opened = self.config, self.spec.rank, self.spec.group_name, self._open
@@ -152,8 +176,7 @@ class RankProcess:
         opened.callback(board.close)
         runtime = Runtime.open(config.deployment, rank=rank, group_name=group_name, timeout_s=timeout_s)
         opened.callback(runtime.close)
-        for layer_idx in range(shape.num_layers):
-            runtime.bind_layer(layer_idx, self._weights(layer_idx))
+        self._bind_all(runtime)
         warmup.run(runtime, PathPolicy.of(config.deployment), timeout_s=timeout_s)
 
         balance = Balance.open(group_name, rank, shape.num_ranks, timeout_s=timeout_s)
@@ -161,6 +184,7 @@ class RankProcess:
         metrics = RankMetrics(rank=rank, model_name=config.label, bundle=config.bundle, balance=balance)
         opened.callback(metrics.close)
         metrics.generation.set(self.spec.generation)
+        metrics.weights_version.set(self._version)
         metrics.record_policy(runtime.policy)
         rings = []
         for ring_idx, ring_spec in enumerate(ring_specs(config)):
@@ -170,6 +194,7 @@ class RankProcess:
             step_timeout_s=config.step_timeout_s,
             lease_timeout_s=config.lease_timeout_s,
             spin_s=config.loop_spin_s,
+            weights_version=self._version,
         )
         loop = StepLoop(board, rank, runtime, rings, settings=settings, observer=metrics)
         for ring in rings:

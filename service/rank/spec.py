@@ -30,13 +30,15 @@ class RankSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RankUp:
-    """A rank that has opened, bound its layers, warmed up and listens. host: name of the machine it runs on."""
+    """A rank that has opened, bound its layers, warmed up and listens. host: name of the machine it runs on.
+    weights_version: of what it has bound."""
 
     rank: int
     pid: int
     host: str
     port: int
     metrics_port: int
+    weights_version: int
 
 
 def up_to_json(up: RankUp) -> dict[str, Any]:

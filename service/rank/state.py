@@ -58,13 +58,14 @@ class LoopSettings:
     """step_timeout_s: how long an intent waits for the others, and a layer call for its peers.
 
     limits: None = as much as AdmissionLimits.of gives. spin_s: how long the loop looks for the next request before it
-    sleeps; it keeps a core busy for that long.
+    sleeps; it keeps a core busy for that long. weights_version: of what the rank has bound.
     """
 
     step_timeout_s: float = 10.0
     spin_s: float = 0.0
     lease_timeout_s: float = 10.0
     limits: AdmissionLimits | None = None
+    weights_version: int = 0
 
 
 class RankState:
@@ -109,6 +110,7 @@ class RankState:
             lease_timeout_s=settings.lease_timeout_s,
             limits=settings.limits
             or AdmissionLimits.of(bundle.deployment, max_micro_batches=board.max_micro_batches),
+            weights_version=settings.weights_version,
             queued_calls=lambda: len(self.calls),
             on_plan=self._on_plan,
         )

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megamoe import Path, StageTimes
+from megamoe import Path, StageTimes, random_version
 from service.client import AsyncMoeGroup, forward_step
 from service.metrics import SECONDS_BUCKETS
 from tests.e2e.harness import (
@@ -64,6 +64,7 @@ async def test_a_scrape_equals_the_replies(group: AsyncMoeGroup) -> None:
     for counts, phase, path in steps:
         batches = group_rows(counts, seed=50)
         async with group.step(counts, phase, announce_counts=False) as step:
+            assert step.plan.weights_version == random_version(0), "of the setting weights_seed"
             for layer_idx in range(SHAPE.num_layers):
                 outs = await step.layer(layer_idx, batches)
                 for reports in outs.reports_per_rank:
@@ -98,6 +99,7 @@ async def test_a_scrape_equals_the_replies(group: AsyncMoeGroup) -> None:
     assert delta("stage_latency_seconds_count", stage="gemm1") > 0
     assert set(delta.now("in_flight_requests")) == {0.0}
     assert set(delta.now("ready")) == {1.0}
+    assert {int(value) for value in delta.now("weights_version")} == {random_version(0)}
     assert {int(value) for value in delta.now("generation")} == {group.generation}
     assert all(
         abs(value - delta.now("last_progress_timestamp_seconds")[0]) < 60

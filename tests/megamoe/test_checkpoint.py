@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from megamoe import MoeShape
-from megamoe.checkpoint import layer_file, load_layer, save_layer
+from megamoe.checkpoint import checkpoint_version, layer_file, load_layer, save_layer
 from megamoe.errors import BindingError
-from megamoe.weights import random_layer_weights, shard
+from megamoe.weights import random_layer_weights, random_version, shard
 
 SHAPE = MoeShape(hidden=64, intermediate=32, num_experts=8, num_topk=3, num_ranks=4, num_layers=2)
 
@@ -25,6 +25,20 @@ def test_every_rank_gets_its_own_experts(tmp_path: Path) -> None:
             loaded = load_layer(tmp_path, SHAPE, idx, rank=rank)
             assert loaded.fingerprint() == shard(whole, SHAPE, rank).fingerprint()
             assert all(tensor.is_contiguous() for tensor in loaded.tensors().values())
+
+
+def test_a_version_tells_weights_apart(tmp_path: Path) -> None:
+    for idx in range(2):
+        save_layer(tmp_path, idx, random_layer_weights(SHAPE, seed=3, layer_idx=idx))
+    version = checkpoint_version(tmp_path, 2)
+    assert version == checkpoint_version(tmp_path, 2)
+    save_layer(tmp_path, 1, random_layer_weights(SHAPE, seed=4, layer_idx=1))  # as many bytes
+    versions = [version, checkpoint_version(tmp_path, 2), checkpoint_version(tmp_path, 1)]
+    versions += [random_version(seed) for seed in range(1000)]
+    assert len(set(versions)) == len(versions)
+    assert all(0 < number == int(float(number)) for number in versions), "a metric holds them exactly"
+    with pytest.raises(BindingError, match=r"a folder with layer-00002\.safetensors, got .* without it"):
+        checkpoint_version(tmp_path, 3)
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:

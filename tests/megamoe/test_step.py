@@ -136,10 +136,16 @@ def test_own_count_never_decides(step: tuple[list[int], list[Phase], list[int]],
             AgreementError,
             ["dtype", "rank 3: mxfp8", "rank 0: bfloat16"],
         ),
+        (
+            {"weights_version": 7},
+            AgreementError,
+            ["weights_version", "rank 3: 7", "rank 0: 0"],
+        ),
+        ({"placement_version": 1}, AgreementError, ["placement_version", "rank 3: 1"]),
         ({"draining": True}, DrainingError, ["[3]"]),
         ({"num_rows": 2049}, InvalidArgumentError, ["rank 3", "2048", "2049"]),
     ],
-    ids=["step_id", "generation", "micro_batch", "dtype", "draining", "oversize"],
+    ids=["step_id", "generation", "micro_batch", "dtype", "weights", "placement", "draining", "oversize"],
 )
 def test_one_rank_differs(change: dict[str, object], error: type[MegaMoeError], words: list[str]) -> None:
     intents = intents_of([4] * 8)

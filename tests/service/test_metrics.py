@@ -77,6 +77,7 @@ def test_a_scrape_equals_values_by_hand(metrics: RankMetrics) -> None:
     port = metrics.serve("127.0.0.1", 0)
     small, large = (8, 0, 0, 0, 0, 0, 0, 0), (100, 300, 0, 0, 0, 0, 0, 0)
     decode, prefill = plan_of(small, Phase.DECODE), plan_of(large, Phase.PREFILL)
+    metrics.weights_version.set(3)
     metrics.record_plan(decode, POLICY)
     for total_us in (150.0, 250.0, 7000.0):
         metrics.record_step(

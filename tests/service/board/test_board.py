@@ -203,7 +203,7 @@ def _intent(rank: int, step_id: int, counts: tuple[int, ...] | None = None, rows
         plan_id=PlanId(5, step_id, 1),
         num_rows=rows,
         phase=Phase.DECODE if rows else Phase.IDLE,
-        weights_version=2**40 + rank,
+        weights_version=2**40,
         num_rows_per_rank=counts,
     )
 

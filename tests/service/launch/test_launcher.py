@@ -8,16 +8,27 @@ import pytest
 
 from megamoe.errors import ConfigError, UnavailableError
 from service.config import load_config
-from service.launch.launcher import cpus_per_rank, gpus_per_rank, rank_environment, refuse_many_hosts
+from service.launch.launcher import check_ranks, cpus_per_rank, gpus_per_rank, rank_environment
 from service.launch.local_launcher import LocalLauncher
 from service.rank.spec import RankSpec, RankUp
 
 
+def up(rank: int, *, host: str = "here", weights_version: int = 5) -> RankUp:
+    return RankUp(rank=rank, pid=1, host=host, port=1, metrics_port=1, weights_version=weights_version)
+
+
 def test_ranks_on_different_hosts_are_refused_with_the_reason() -> None:
-    ups = [RankUp(rank=r, pid=1, host=f"host{r // 4}", port=1, metrics_port=1) for r in range(8)]
+    ups = [up(r, host=f"host{r // 4}") for r in range(8)]
     with pytest.raises(ConfigError, match=r"one host, .* got 2 hosts \(rank 0: host0, .*rank 7: host1\)"):
-        refuse_many_hosts(ups)
-    refuse_many_hosts(ups[:4])
+        check_ranks(ups)
+    check_ranks(ups[:4])
+
+
+def test_ranks_with_different_weights_are_refused_naming_all() -> None:
+    """A checkpoint that is written while the ranks start."""
+    said = "weights_version must be equal on all ranks, got rank 0: 5, rank 1: 5, rank 2: 6, rank 3: 5"
+    with pytest.raises(ConfigError, match=said):
+        check_ranks([up(rank, weights_version=5 + (rank == 2)) for rank in range(4)])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path as FilePath
 from typing import Any
 
 import grpc
@@ -13,8 +14,8 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from megamoe import Path, Runtime
-from megamoe.errors import ConfigError, PeerTimeoutError
+from megamoe import Path, Runtime, checkpoint_version, random_layer_weights, save_layer
+from megamoe.errors import BindingError, ConfigError, PeerTimeoutError
 from service.board.board import Board
 from service.config import ServiceConfig, load_config
 from service.net.info import Addresses
@@ -67,6 +68,7 @@ async def test_every_runtime_has_run_before_a_rank_is_up_and_all_are_up_before_o
     try:
         assert sorted(launched) == sorted((spec.path, spec.capacity) for spec in config.bundle.runtimes)
         assert {path for path, _ in launched} == set(Path)
+        assert up.weights_version > 0
         await asyncio.sleep(0.6)  # more than two looks at its health
         assert not await serving(up.port), "the other ranks may not be up yet"
         process.serve(Addresses(front="127.0.0.1:1", ranks=(f"127.0.0.1:{up.port}",)))
@@ -100,3 +102,23 @@ def test_a_taken_port_is_refused_by_name_and_leaves_nothing(board: Board, group_
             said = process_of(config_of(**{setting: port}), group_name).start_and_tell()
             assert said["failed"]["code"] == ConfigError.code
             assert f"{setting} 127.0.0.1:{port} must be free to listen on" in said["failed"]["message"]
+
+
+def test_a_checkpoint_that_is_written_while_it_is_read_is_refused(
+    board: Board, group_name: str, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else this rank, or its neighbours, would serve layers of two checkpoints under one version."""
+    config = config_of(checkpoint=str(tmp_path))
+    for layer_idx in range(2):
+        save_layer(tmp_path, layer_idx, random_layer_weights(config.moe_shape, seed=1, layer_idx=layer_idx))
+    before, bind = checkpoint_version(tmp_path, 2), Runtime.bind_layer
+
+    def writing(self: Runtime, slot_idx: int, weights: Any) -> None:
+        bind(self, slot_idx, weights)
+        save_layer(tmp_path, 0, random_layer_weights(config.moe_shape, seed=2))
+
+    monkeypatch.setattr(Runtime, "bind_layer", writing)
+    failed = process_of(config, group_name).start_and_tell()["failed"]
+    assert failed["code"] == BindingError.code
+    assert "left alone while rank 0 reads it, got files that changed" in failed["message"]
+    assert checkpoint_version(tmp_path, 2) != before
