@@ -36,6 +36,17 @@ MAX_TOKENS_PER_RANK_LIMIT = 8192
 """Largest runtime capacity (the sources' large-M and compact runtimes)."""
 
 
+MAX_ROWS = 2**31 - 1
+"""Rows of a step are counted in 32 bits: on the wire, on the board and on devices."""
+_COUNTS_OF_ROWS = (
+    "fixed_slot_max",
+    "large_m_min_tokens",
+    "max_step_rows",
+    "auto_fp8_min_rows",
+    "auto_fp8_min_rows_of_expert",
+)
+
+
 def prev_power_of_2(value: int) -> int:
     """The largest power of two <= value; 0 for value < 1."""
     return 1 << (value.bit_length() - 1) if value >= 1 else 0
@@ -91,6 +102,9 @@ class Deployment:
             )
         if self.backend not in BACKENDS:
             raise ConfigError(must_be("backend", f"one of {', '.join(BACKENDS)}", repr(self.backend)))
+        for name in _COUNTS_OF_ROWS:
+            if getattr(self, name) > MAX_ROWS:
+                raise ConfigError(must_be(name, f"at most {MAX_ROWS}", getattr(self, name)))
         if self.fixed_slot_max < 0:
             raise ConfigError(must_be("fixed_slot_max", "at least 0", self.fixed_slot_max))
         for value in self.small_m_capacities:

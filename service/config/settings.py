@@ -85,9 +85,15 @@ class ServiceConfig(BaseModel):
     launcher: Literal["ray", "local"] = Field("ray", description="who starts the rank processes")
     ray_address: str = Field("", description="Ray cluster to use; empty = start one and stop it at the end")
     rank_cpus: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="CPUs reserved per rank with Ray; 0 = a share of the host"
+        0.0,
+        ge=0,
+        le=1024,
+        allow_inf_nan=False,
+        description="CPUs reserved per rank with Ray; 0 = a share of the host",
     )
-    torch_threads: int = Field(0, ge=0, description="torch threads per rank; 0 = a share of the cores")
+    torch_threads: int = Field(
+        0, ge=0, le=1024, description="torch threads per rank; 0 = a share of the cores"
+    )
     start_timeout_s: float = Field(300.0, gt=0, le=DAY_S, description="how long the whole start may take")
     stop_timeout_s: float = Field(
         15.0, gt=0, le=DAY_S, description="how long ranks may take to stop before SIGKILL"

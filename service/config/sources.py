@@ -92,9 +92,9 @@ def parse_text(name: str, value: Any) -> Any:
         return value
     if typing.get_origin(ServiceConfig.model_fields[name].annotation) is tuple:
         try:
-            return tuple(
-                int(part) for part in value.strip().removeprefix("[").removesuffix("]").split(",") if part
-            )
+            text = value.strip()
+            inside = text[1:-1] if text[:1] + text[-1:] == "[]" else text
+            return tuple(int(part) for part in inside.split(",") if part)
         except ValueError:
             raise ConfigError(must_be(name, "numbers with commas between", repr(value))) from None
     if name == "shape" and value.lstrip().startswith("{"):

@@ -78,6 +78,11 @@ def test_unknown_preset_lists_the_known() -> None:
         ({"small_m_capacities": (24,)}, ["small_m_capacities", "24"]),
         ({"small_m_capacities": (32, 16)}, ["small_m_capacities", "ascending"]),
         ({"large_m_min_tokens": 0}, ["large_m_min_tokens"]),
+        ({"large_m_min_tokens": 2**32}, ["large_m_min_tokens", "2147483647", "4294967296"]),
+        ({"fixed_slot_max": 2**31}, ["fixed_slot_max", "2147483647"]),
+        ({"auto_fp8_min_rows": 10**23}, ["auto_fp8_min_rows", "2147483647"]),
+        ({"auto_fp8_min_rows_of_expert": 2**31}, ["auto_fp8_min_rows_of_expert", "2147483647"]),
+        ({"max_step_rows": 2**31}, ["max_step_rows", "2147483647"]),
         ({"max_step_rows": 100}, ["max_step_rows", "8192", "100"]),
         (
             {"batch_invariant": True, "combine_row_format": RowFormat.AUTO},

@@ -105,6 +105,9 @@ SMALL = {"hidden": 64, "intermediate": 32, "num_experts": 8, "num_topk": 2}
         ({"lease_timeout_s": 1e300}, "lease_timeout_s must .* less than or equal to 86400"),
         ({"stop_timeout_s": float("nan")}, "stop_timeout_s must "),
         ({"rank_cpus": float("inf")}, "rank_cpus must .* finite"),
+        ({"large_m_min_tokens": 2**32}, "large_m_min_tokens must be at most 2147483647, got 4294967296"),
+        ({"torch_threads": 10**23}, "torch_threads must .* less than or equal to 1024"),
+        ({"rank_cpus": 1e30}, "rank_cpus must .* less than or equal to 1024"),
         ({"max_step_rows": 2**31}, "max_step_rows must .* less than or equal to 2147483647"),
         ({"max_message_bytes": 100}, "max_message_bytes must be at least 66096, one row, got 100"),
         ({"max_message_bytes": 2**31}, "max_message_bytes must .* less than or equal to 2147483647"),
@@ -176,6 +179,11 @@ def test_lists_in_the_environment_are_written_as_on_the_command_line(
     ("name", "written", "sentence"),
     [
         ("SMALL_M_CAPACITIES", "8;16", "small_m_capacities must be numbers with commas between, got '8;16'"),
+        (
+            "SMALL_M_CAPACITIES",
+            "[8,16",
+            r"small_m_capacities must be numbers with commas between, got '\[8,16'",
+        ),
         ("SHAPE", "{hidden", "shape must be a preset or a JSON table"),
         ("BATCH_INVARIANT", "maybe", "batch_invariant must be a valid boolean"),
     ],
