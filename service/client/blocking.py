@@ -19,6 +19,8 @@ from service.client.info import ServiceInfo
 from service.client.values import GroupOutput, Rows
 
 T = TypeVar("T")
+_SETTLE_S = 1.0
+"""How long tasks may go on when their loop is closed."""
 
 
 class Loop:
@@ -65,9 +67,24 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def close(self) -> None:
+        """What gRPC still does for calls that have ended comes to its end first, or is cancelled: asyncio says of tasks
+        of a closed loop that they were destroyed."""
+        if self._pid == os.getpid():
+            asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         self._loop.close()
+
+
+async def _settle() -> None:
+    """Let all other tasks of this loop end; cancel those that go on."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    if rest:
+        _, rest = await asyncio.wait(rest, timeout=_SETTLE_S)
+    if rest:
+        for task in rest:
+            task.cancel()
+        await asyncio.wait(rest, timeout=_SETTLE_S)
 
 
 class MoeGroup:
