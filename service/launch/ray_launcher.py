@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,7 +122,9 @@ class RayLauncher:
             self._group = self._place(len(specs), config)
             options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
             make: Any = ray.remote
-            env = {"env_vars": rank_environment(config) | _ALL_GPUS}
+            # Variables given here replace a worker's: the path that this process was given goes along.
+            variables = rank_environment(config, os.environ.get("PYTHONPATH", ""))
+            env = {"env_vars": variables | _ALL_GPUS}
             actor_type = make(**options, runtime_env=env)(_RankActor)
             bundle = self._group.bundle_specs[0]
             self._actors = [

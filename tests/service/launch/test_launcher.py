@@ -86,6 +86,16 @@ def test_a_rank_is_told_everything_by_value() -> None:
     assert not [name for name in env if name.startswith("MEGAMOE_")]
 
 
+def test_ranks_leave_a_gpu_queues_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own default, whatever a process with many ranks would ask for; an operator's number stands."""
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(queues, raising=False)
+    config = load_config(env=False)
+    assert rank_environment(config)[queues] == "8"
+    monkeypatch.setenv(queues, "12")
+    assert rank_environment(config)[queues] == "12"
+
+
 def test_a_stop_before_a_rank_was_told_what_to_do_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launching thread may write to a rank whose pipe the stopping thread has closed just now."""
     launcher, started, tell = LocalLauncher(), [], LocalLauncher._tell
