@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from megamoe.shape import MoeShape, preset
 
 _NUM_SMS = 132
 _CAPABILITY = 90
+_NUM_C_COMPILERS = 4
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,18 @@ def only_compiling() -> Iterator[None]:
 
     def compile_only(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **options: Any) -> Any:
         compiled = launch(self, *args, grid=grid, warmup=True, **options)
-        _compile_launcher(compiled)
+        launchers.append(pool.submit(_compile_launcher, compiled))
         return compiled
 
+    launchers: list[Future[None]] = []
     driver.set_active(_Target())
     JITFunction.run = compile_only
     try:
-        yield
+        # The C compiler is a process of its own, which need not be waited for before the next kernel.
+        with ThreadPoolExecutor(_NUM_C_COMPILERS) as pool:
+            yield
+        for launcher in launchers:
+            launcher.result()
     finally:
         JITFunction.run = launch
 

@@ -6,6 +6,8 @@ import argparse
 import time
 from collections.abc import Sequence
 
+import torch
+
 from megamoe.backends.hopper.selftest import cases
 from megamoe.backends.hopper.selftest.cases import SHAPE
 from megamoe.backends.hopper.selftest.memory import check_lent_memory, check_places
@@ -28,6 +30,8 @@ def run(
     num_soak_steps: int = 50,
 ) -> None:
     """Check the backend on this machine's GPUs; ranks share them where there are fewer. Protocol and soak once."""
+    # Each rank's thread would have a pool of as many threads as there are cores, which wait for work by spinning.
+    torch.set_num_threads(1)
     for shape in shapes:
         for row_format in row_formats:
             started = time.monotonic()
