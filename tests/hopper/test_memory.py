@@ -68,11 +68,11 @@ class Driver:
         name._obj.value = {1: b"CUDA_ERROR_INVALID_VALUE", 400: b"CUDA_ERROR_INVALID_HANDLE"}[code]
         return 0
 
-    def cuMemGetAddressRange_v2(self, base: Any, size: None, address: Any) -> int:
+    def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> int:
         assert self.contexts == 1
         for allocation in self.allocations.values():
             if 0 <= address.value - allocation.data_ptr() < allocation.nbytes:
-                base._obj.value = allocation.data_ptr()
+                base._obj.value, size._obj.value = allocation.data_ptr(), allocation.nbytes
                 return 0
         return 1
 
@@ -201,6 +201,20 @@ def test_what_cannot_be_opened_is_refused_by_name(played: Driver) -> None:
     short = MemoryHandle(kind=MemoryKind.CUDA_IPC, payload=b"abc", offset=0, num_bytes=1, device=UUID)
     with pytest.raises(InvalidArgumentError, match=r"memory.payload must be 128 bytes, got 3"):
         memory.DeviceMemory.open(short, GPU)
+    assert played.contexts == 0
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(0, 4097), (4096, 1), (4080, 17), (1 << 61, 64), (16, 1 << 61)])
+def test_more_than_the_owner_has_is_refused_and_closed_again(
+    played: Driver, offset: int, num_bytes: int
+) -> None:
+    """Kernels would read and write past the allocation: a fault there ends the GPU's context, and so the rank."""
+    theirs = played.allocate(b"a", 4096)
+    memory.DeviceMemory.open(handle_of(b"a", offset=16, num_bytes=4080), GPU).close()
+    said = rf"memory must be inside the 4096 bytes of its allocation, got bytes up to {offset + num_bytes}"
+    with pytest.raises(InvalidArgumentError, match=said):
+        memory.DeviceMemory.open(handle_of(b"a", offset=offset, num_bytes=num_bytes), GPU)
+    assert played.closed == [theirs.data_ptr()] * 2
     assert played.contexts == 0
 
 

@@ -117,11 +117,11 @@ def export_allocation(address: int, device_idx: int) -> tuple[bytes, int]:
 
     Raises DriverError for memory that no handle is made for: not from cudaMalloc, as torch's expandable segments.
     """
-    base, handle = ctypes.c_uint64(), Handle()
+    handle = Handle()
     with context_of(device_idx):
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(address))
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return bytes(handle), address - base.value
+        base, _ = _range_of(address)
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+    return bytes(handle), address - base
 
 
 def open_allocation(payload: bytes, device_idx: int) -> int:
@@ -134,6 +134,20 @@ def open_allocation(payload: bytes, device_idx: int) -> int:
         handle = Handle.from_buffer_copy(payload)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
     return address.value
+
+
+def bytes_from(address: int, device_idx: int) -> int:
+    """How many bytes an allocation has from an address in it on. Raises DriverError."""
+    with context_of(device_idx):
+        base, num_bytes = _range_of(address)
+    return base + num_bytes - address
+
+
+def _range_of(address: int) -> tuple[int, int]:
+    """(first address, bytes) of the allocation that holds an address, in the context entered. Raises DriverError."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return base.value, size.value
 
 
 def close_allocation(address: int, device_idx: int) -> None:

@@ -129,7 +129,7 @@ class DeviceMemory:
     @classmethod
     def open(cls, handle: MemoryHandle, device: torch.device) -> DeviceMemory:
         """Open what another process lends, for kernels on `device`. Raises InvalidArgumentError: memory of another
-        GPU, this process's own, or none that can be opened."""
+        GPU, this process's own, none that can be opened, or more of it than its owner has there."""
         if handle.device != uuid_of(device):
             raise InvalidArgumentError(must_be("memory.device", uuid_of(device), handle.device or "the host"))
         allocated, published = handle.payload[: driver.HANDLE_BYTES], handle.payload[driver.HANDLE_BYTES :]
@@ -138,6 +138,11 @@ class DeviceMemory:
             raise InvalidArgumentError(must_be("memory.payload", wanted, len(handle.payload)))
         allocation = Allocation(allocated, device)
         try:
+            there = driver.bytes_from(allocation.address, device.index)
+            last = handle.offset + handle.num_bytes
+            if last > there:
+                wanted = f"inside the {there} bytes of its allocation"
+                raise InvalidArgumentError(must_be("memory", wanted, f"bytes up to {last}"))
             memory = tensor_at(allocation.address + handle.offset, handle.num_bytes, device)
             return cls(handle, memory, open_event(published, device), allocation)
         except BaseException:
