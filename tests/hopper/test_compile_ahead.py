@@ -1,11 +1,10 @@
-"""What is compiled ahead covers all paths of a deployment, and the eight-GPU run says what it takes."""
+"""What is compiled ahead covers all paths of a deployment, and scripts say what they lack."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path as FilePath
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from megamoe.backends.hopper.bench.group import CAPACITIES, deployment_of
 from megamoe.backends.hopper.floors import ranks_of
 from megamoe.backends.hopper.selftest import cases as selftest
 from megamoe.shape import preset
-
-SCRIPT = FilePath(__file__).parents[2] / "tools" / "run_ep8.sh"
 
 
 @pytest.mark.parametrize("row_format", [RowFormat.BF16, RowFormat.FP8])
@@ -41,23 +38,6 @@ def test_kernels_depend_on_how_many_ranks_share_a_gpu() -> None:
         devices: compile_ahead.jobs_of(deployment, devices)[0].num_virtual_ranks for devices in (1, 2, 8)
     }
     assert shared == {1: 8, 2: 4, 8: 1}
-
-
-def test_the_eight_gpu_run_names_its_options() -> None:
-    said = subprocess.run(
-        ["bash", str(SCRIPT), "--what"], check=False, capture_output=True, text=True, timeout=20
-    )
-    assert said.returncode == 2
-    assert "--ranks N" in said.stderr
-
-
-def test_the_eight_gpu_run_leaves_nothing_beside_its_folder(tmp_path: FilePath) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    command = ["bash", str(SCRIPT), "--out", str(file)]
-    said = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
-    assert (said.returncode, said.stdout) == (1, ""), said.stdout
-    assert said.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", ["", ".bench", ".baseline", ".bench.tables missing.json"])
@@ -88,43 +68,6 @@ def test_scripts_without_triton_say_so_too(script: str) -> None:
     # Tables of an old run need none.
     lacks = "missing.json" if "tables" in script else "needs the package triton: install megamoe[hopper]"
     assert lacks in said.stderr
-
-
-STAND_IN = """#!/usr/bin/env bash
-# In place of python: notes what it was asked to run, writes the file that a bench would, fails where FAIL is named.
-[ "$*" = "-m megamoe.backends.hopper" ] && exit 0
-echo "$*" >> "$NOTES"
-while [ $# -gt 0 ]; do [ "$1" = --json ] && echo '{}' > "$2"; [ "$1" = "$FAIL" ] && exit 3; shift; done
-exit 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("fail", "status", "said"),
-    [("none", 0, "failed: nothing"), ("megamoe.backends.hopper.selftest", 1, "failed: selftest(3)")],
-)
-def test_the_eight_gpu_run_goes_on_after_a_part_that_fails(
-    tmp_path: FilePath, fail: str, status: int, said: str
-) -> None:
-    stand_in, notes, out = tmp_path / "python", tmp_path / "notes", tmp_path / "out"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
-    out.mkdir()
-    (out / "bench.json").write_text("of an earlier run")
-    env = os.environ | {"PYTHON": str(stand_in), "NOTES": str(notes), "FAIL": fail}
-    command = ["bash", str(SCRIPT), "--ranks", "2", "--out", str(out)]
-    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.splitlines()[-1].endswith(said)) == (status, True), done.stdout
-    ran = [
-        line.split()[1].removeprefix("megamoe.backends.hopper.") for line in notes.read_text().splitlines()
-    ]
-    modules = ["compile_ahead", "service.cli", "selftest", "bench", "bench", "service.cli"]
-    assert ran == [*modules, "bench.tables", "bench.tables"]
-    assert (out / "bench.json").read_text() == "{}\n"
-    notes.unlink()
-    subprocess.run([*command, "--parts", "agentx"], env=env, check=True, capture_output=True, timeout=60)
-    assert notes.read_text().startswith("-m service.cli demo --launcher local")
-    assert len(notes.read_text().splitlines()) == 1, "one part, and no report of another run"
 
 
 def test_what_is_compiled_is_what_the_commands_open(monkeypatch: pytest.MonkeyPatch) -> None:
