@@ -22,6 +22,7 @@ from megamoe.backends import (
 from megamoe.batch import Counters, HostIds, MoeBatch, MoeOutput, StageTimes, SubStepReport
 from megamoe.bench import BenchConfig, BenchResult, bench_deployment, format_results, run_bench
 from megamoe.bundle import (
+    MAX_TOKENS_PER_RANK_LIMIT,
     Bundle,
     Deployment,
     Path,
@@ -74,6 +75,7 @@ __all__ = [
     "HostIds",
     "KernelWork",
     "LayerWeights",
+    "MAX_TOKENS_PER_RANK_LIMIT",
     "MEMORY_ALIGN",
     "MemoryHandle",
     "MemoryKind",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megamoe import MemoryKind, MoeBatch, prev_power_of_2, route_rank
+from megamoe import MAX_TOKENS_PER_RANK_LIMIT, MemoryKind, MoeBatch, Phase, prev_power_of_2, route_rank
 from megamoe.errors import InvalidArgumentError, MegaMoeError, PeerTimeoutError, must_be
 from service.cli.words import counted
 from service.client import Front, MoeRank
@@ -29,6 +30,7 @@ from service.client.rank import TRANSPORTS
 _START_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 120.0
 _WARM_UP_STEPS = 5
+_MAX_SPIN_US = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,16 @@ class Figures:
 
 def print_bench_calls(settings: Settings, *, transports: str, rows: str) -> None:
     """Run and print it. Raises InvalidArgumentError for transports or rows that cannot be, and a service's errors."""
+    if settings.phase not in (Phase.DECODE, Phase.PREFILL):
+        raise InvalidArgumentError(must_be("phase", "decode or prefill", repr(settings.phase)))
+    if settings.spin_us is not None and not 0 <= settings.spin_us < _MAX_SPIN_US:
+        raise InvalidArgumentError(must_be("spin_us", f"from 0 to {_MAX_SPIN_US:g}", settings.spin_us))
+    if settings.device not in ("", "cpu", "cuda") and not re.fullmatch(r"cuda:\d{1,3}", settings.device):
+        raise InvalidArgumentError(must_be("device", "cpu or a GPU, as cuda:0", repr(settings.device)))
     ways = tuple(part.strip() for part in transports.split(",") if part.strip())
     if not ways or not set(ways) <= set(TRANSPORTS):
         raise InvalidArgumentError(must_be("transport", f"of {', '.join(TRANSPORTS)}", repr(transports)))
+    _numbers(rows, MAX_TOKENS_PER_RANK_LIMIT)
     with Front(settings.front) as front:
         info = front.wait_ready(10.0)
     sizes = _numbers(rows, info.limits.max_tokens_per_rank)
@@ -97,7 +106,7 @@ def _numbers(text: str, most: int) -> tuple[int, ...]:
     except ValueError:
         numbers = ()
     if not numbers or numbers[0] < 1 or numbers[-1] > most:
-        wanted = f"numbers from 1 to the service's max_tokens_per_rank = {most} with commas between"
+        wanted = f"numbers from 1 to the service's max_tokens_per_rank (at most {most}) with commas between"
         raise InvalidArgumentError(must_be("rows", wanted, repr(text)))
     return numbers
 

@@ -18,11 +18,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
-from megamoe.errors import UnavailableError
+from megamoe.errors import ConfigError, UnavailableError, must_be
 from service.cli.words import counted
-from service.config import load_config
+from service.config import ServiceConfig, load_config
 
+LAUNCHERS = get_args(ServiceConfig.model_fields["launcher"].annotation)
+DAY_S = 86400.0
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0
 REPORT_TIMEOUT_S = 20.0
@@ -32,14 +35,23 @@ def run_demo(*, out: Path, launcher: str, duration_s: float | None) -> int:
     """Run the demo; returns the load generator's exit status. The report is left under `out`.
 
     Ctrl-C and SIGTERM end it like its end: the load generator writes its report, the service stops.
-    Raises UnavailableError when the service does not become ready within READY_TIMEOUT_S.
+    Raises ConfigError, before anything starts, for what cannot be; UnavailableError when the service does not become
+    ready within READY_TIMEOUT_S.
     """
     with _sigterm_as_exit():
         return _run(out=out, launcher=launcher, duration_s=duration_s)
 
 
 def _run(*, out: Path, launcher: str, duration_s: float | None) -> int:
-    out.mkdir(parents=True, exist_ok=True)
+    if launcher not in LAUNCHERS:
+        raise ConfigError(must_be("launcher", " or ".join(LAUNCHERS), repr(launcher)))
+    if duration_s is not None and not 0 < duration_s <= DAY_S:
+        raise ConfigError(must_be("duration", f"above 0 and at most {DAY_S:.0f} s", duration_s))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "service.log").open("wb").close()
+    except OSError as error:
+        raise ConfigError(must_be("out", "a folder that can be written", error)) from error
     port, http_port = _free_ports(2)
     log = out / "service.log"
     serve = [

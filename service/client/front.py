@@ -30,7 +30,9 @@ class AsyncFront:
 
     def __init__(self, address: str, *, max_message_bytes: int = -1) -> None:
         """Raises InvalidArgumentError for what is no address; whether anybody is there shows at the first call."""
-        if not isinstance(address, str) or not address.strip():
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        # gRPC takes 99999 for 34463, and waits for hosts without a port on one that nobody named.
+        if not host.strip(": ") or not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise InvalidArgumentError(must_be("address of the front", "host:port", repr(address)))
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))

@@ -204,7 +204,9 @@ def test_what_cannot_be_opened_is_refused_by_name(played: Driver) -> None:
     assert played.contexts == 0
 
 
-@pytest.mark.parametrize(("offset", "num_bytes"), [(0, 4097), (4096, 1), (4080, 17), (1 << 61, 64), (16, 1 << 61)])
+@pytest.mark.parametrize(
+    ("offset", "num_bytes"), [(0, 4097), (4096, 1), (4080, 17), (1 << 61, 64), (16, 1 << 61)]
+)
 def test_more_than_the_owner_has_is_refused_and_closed_again(
     played: Driver, offset: int, num_bytes: int
 ) -> None:

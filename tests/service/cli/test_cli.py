@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,36 @@ def test_wrong_settings_are_one_line_and_status_2(arguments: list[str], sentence
     assert status == 2
     assert sentence in " ".join(text.split())
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["drain", "127.0.0.1:99999"], "address of the front must be host:port, got '127.0.0.1:99999'"),
+        (["drain", "somewhere"], "address of the front must be host:port, got 'somewhere'"),
+        (["set-path", "::::", "small_m"], "address of the front must be host:port, got '::::'"),
+        (["bench-calls", "--front", ":50051"], "address of the front must be host:port, got ':50051'"),
+        (["bench-calls", "--rows", "0"], "rows must be numbers from 1 to"),
+        (["bench-calls", "--phase", "idle"], "phase must be decode or prefill, got 'idle'"),
+        (["bench-calls", "--spin-us", "inf"], "spin_us must be from 0 to 1e+06, got inf"),
+        (["bench-calls", "--device", "gpu7"], "device must be cpu or a GPU, as cuda:0, got 'gpu7'"),
+        (["demo", "--launcher", "slurm"], "launcher must be ray or local, got 'slurm'"),
+        (["demo", "--duration", "nan"], "duration must be above 0 and at most 86400 s, got nan"),
+        (["demo", "--out", "/proc/x"], "out must be a folder that can be written, got [Errno 2]"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_told_before_anything_is_started_or_asked(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("nothing may be started")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    began = time.monotonic()
+    status, text = run(*arguments)
+    assert (status, text.startswith(sentence)) == (1, True), text
+    assert time.monotonic() - began < 5.0, "it waited for a service"
 
 
 def test_a_backend_that_cannot_start_here_is_told_before_anything_starts(
