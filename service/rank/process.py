@@ -53,6 +53,8 @@ from service.ring.specs import SERVICER_RING, ring_specs
 log = logging.getLogger("megamoe.rank")
 
 _HEALTH_PERIOD_S = 0.25
+_STUCK_GRACE_S = 5.0
+"""What a step may take beyond twice its timeout, before its rank is not ready."""
 _SWITCH_INTERVAL_S = 1e-4
 """How long another thread may keep the interpreter that the device thread wants; the default, 5 ms, is many layers."""
 _EXIT_GRACE_S = 10.0
@@ -291,15 +293,23 @@ class RankProcess:
         metrics: RankMetrics,
         stopping: asyncio.Event,
     ) -> None:
-        """SERVING while steps make progress: all ranks are up, the group is not down, what waits is answered."""
-        limit_s = 2 * self.config.step_timeout_s + 5.0
-        idle_at = time.monotonic()
+        """SERVING while steps make progress: all ranks are up, the group is not down, what waits is answered.
+
+        A rank whose device hangs ends when it has not been ready for as long again, and its group starts anew: waiting
+        for peers is bounded on the device, the driver's own waiting is not.
+        """
+        limit_s = 2 * self.config.step_timeout_s + _STUCK_GRACE_S
+        idle_at, hung_s = time.monotonic(), 0.0
         while not stopping.is_set():
             if loop.failure is not None:
                 self._end(f"the step loop failed: {loop.failure!r}")
             if not ring.num_waiting and not loop.in_flight:
                 idle_at = time.monotonic()
             stuck = time.monotonic() - max(idle_at, board.last_progress_s(self.spec.rank)) > limit_s
+            # Not by the clock: a process that was stopped (SIGSTOP) goes on with its step.
+            hung_s = hung_s + _HEALTH_PERIOD_S if stuck else 0.0
+            if hung_s > limit_s:
+                self._end(f"the device hangs: a step has made no progress for more than {2 * limit_s:.1f} s")
             ready = self._serving.is_set() and board.down is None and not stuck
             self._state.not_ready_reason = "" if ready else "steps make no progress on this rank"
             self._state.draining = loop.draining
