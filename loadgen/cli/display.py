@@ -146,8 +146,9 @@ async def watch(replay: Replay, console: Console, title: str, *, plain: bool = F
 
 
 def final_tables(report: dict[str, Any]) -> RenderableType:
-    """The report's main figures as tables."""
-    return Group(_throughput(report), _latencies(report), _paths(report), *_verdict(report))
+    """The report's main figures as tables; those of requests where any has completed."""
+    requests = [_throughput(report), _latencies(report)] if report["requests"]["completed"] else []
+    return Group(*requests, _paths(report), *_verdict(report))
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -294,6 +294,7 @@ def test_fixed_rows_are_the_same_in_every_step(
     assert len(steady) > 20
     assert set(steady) == {(48,) * 8}
     assert report["scenario"] == "fixed"
+    assert ("TTFT ms" in text) == (report["requests"]["completed"] > 0), "no table of dashes"
     assert report["submission_invalid_reasons"][0] == "the scenario is fixed, not agentx"
     assert report["profile"]["paths"]["fixed_slot"]["num_steps"] == 4 * len(steady)
 
