@@ -18,7 +18,7 @@ from megamoe.backends.hopper import record
 from megamoe.backends.hopper.board import board_layout
 from megamoe.backends.hopper.fp8_operands import Fp8Operands
 from megamoe.backends.hopper.packing import PackedMatrix, pack_w2, pack_w13
-from megamoe.backends.hopper.plan import GemmPlan
+from megamoe.backends.hopper.plan import Counter, GemmPlan
 from megamoe.backends.hopper.record import Word
 from megamoe.backends.hopper.shortage import allocating
 from megamoe.backends.hopper.tables import TableSizes
@@ -101,6 +101,16 @@ class RankBuffers:
         self.image = torch.zeros((rows, sizes.image_columns), dtype=torch.bfloat16, device=device)
         self.middle = torch.zeros((rows, sizes.middle_columns), dtype=torch.bfloat16, device=device)
         self.fp8 = Fp8Operands.within(self.image, self.middle)
+
+    @property
+    def stream_entries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the streaming kernel, and how many there are: parts of `work`."""
+        return self.work[self.sizes.stream_offset :], self.work[Counter.NUM_STREAM_ENTRIES :]
+
+    @property
+    def tiled_entries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of the tiled, ring or FP8 kernel."""
+        return self.work[self.sizes.tiled_offset :], self.work[Counter.NUM_TILED_ENTRIES :]
 
     @property
     def num_bytes(self) -> int:

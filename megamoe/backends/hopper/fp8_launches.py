@@ -11,7 +11,7 @@ from megamoe.backends.hopper.device import expand_fp8
 from megamoe.backends.hopper.fp8 import CHUNK
 from megamoe.backends.hopper.launches import Launches, descriptor
 from megamoe.backends.hopper.packing import PackedMatrix
-from megamoe.backends.hopper.plan import BLOCK_ROWS, FP8_STAGES, FP8_WIDTHS, Counter
+from megamoe.backends.hopper.plan import BLOCK_ROWS, FP8_STAGES, FP8_WIDTHS
 from megamoe.backends.hopper.ring_launches import weight_descriptors
 
 EXPAND_WARPS, EXPAND_BLOCKS = 2, 14
@@ -34,9 +34,7 @@ class Fp8Launches(Launches):
             b.row_slot,
             b.block_info,
             b.work,
-            own_rank=b.rank,
-            HIDDEN=b.shape.hidden,
-            ROW_BYTES=b.layout.row_bytes,
+            **self._payload,
             COLUMNS=b.sizes.image_columns,
             PIECE=expand_fp8.PIECE_CHUNKS,
             num_warps=EXPAND_WARPS,
@@ -54,8 +52,7 @@ class Fp8Launches(Launches):
             b.sizes.padded_rows,
             *self._fp8_weights(layer.w13),
             *self._fp8_tokens(b.fp8.rows, b.fp8.row_scales),
-            b.work[b.sizes.tiled_offset :],
-            b.work[Counter.NUM_TILED_ENTRIES :],
+            *b.tiled_entries,
             self._limit,
             self.device.share,
             CHUNKS=b.sizes.image_columns // CHUNK,
@@ -92,8 +89,7 @@ class Fp8Launches(Launches):
             b.row_weight,
             *self._fp8_weights(layer.w2),
             *self._fp8_tokens(b.fp8.features, b.fp8.feature_scales),
-            b.work[b.sizes.tiled_offset :],
-            b.work[Counter.NUM_TILED_ENTRIES :],
+            *b.tiled_entries,
             self.device.share,
             HIDDEN=b.shape.hidden,
             CHUNKS=b.sizes.middle_columns // CHUNK,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megamoe.backends.hopper.buffers import BoundLayer
 from megamoe.backends.hopper.fp8_launches import Fp8Launches
-from megamoe.backends.hopper.plan import GEMM1_STREAM, GEMM2_STREAM, Counter, GemmPlan, TiledPlan
+from megamoe.backends.hopper.plan import GEMM1_STREAM, GEMM2_STREAM, GemmPlan, TiledPlan
 from megamoe.backends.hopper.ring_launches import RingLaunches
 
 
@@ -26,8 +26,7 @@ class GemmLaunches(RingLaunches, Fp8Launches):
                 layer.w13.units,
                 layer.w13.out_factor,
                 b.image,
-                b.work[b.sizes.stream_offset :],
-                b.work[Counter.NUM_STREAM_ENTRIES :],
+                *b.stream_entries,
                 self._limit,
                 self.device.share,
                 **chunks,
@@ -51,8 +50,7 @@ class GemmLaunches(RingLaunches, Fp8Launches):
             layer.w13.units,
             layer.w13.out_factor,
             *self._boxes(b.image, tiles),
-            b.work[b.sizes.tiled_offset :],
-            b.work[Counter.NUM_TILED_ENTRIES :],
+            *b.tiled_entries,
             self._limit,
             grid,
             **chunks,
@@ -81,8 +79,7 @@ class GemmLaunches(RingLaunches, Fp8Launches):
                 layer.w2.units,
                 layer.w2.out_factor,
                 b.middle,
-                b.work[b.sizes.stream_offset :],
-                b.work[Counter.NUM_STREAM_ENTRIES :],
+                *b.stream_entries,
                 self.device.share,
                 **common,
                 GROUPS=b.sizes.gemm2_groups,
@@ -103,8 +100,7 @@ class GemmLaunches(RingLaunches, Fp8Launches):
             layer.w2.units,
             layer.w2.out_factor,
             *self._boxes(b.middle, tiles),
-            b.work[b.sizes.tiled_offset :],
-            b.work[Counter.NUM_TILED_ENTRIES :],
+            *b.tiled_entries,
             grid,
             **common,
             **_tiled_options(tiles, b.sizes.gemm2_groups),

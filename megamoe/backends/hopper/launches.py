@@ -57,6 +57,11 @@ class Launches:
         # Where ranks share a GPU, a kernel that starts early would take multiprocessors that a peer's may need.
         self._chain = {"launch_pdl": device.num_virtual_ranks == 1}
         self._ranks = {"own_rank": buffers.rank, "NUM_RANKS": shape.num_ranks}
+        self._payload = {
+            "own_rank": buffers.rank,
+            "HIDDEN": shape.hidden,
+            "ROW_BYTES": buffers.layout.row_bytes,
+        }
         self._routing = {"NUM_TOPK": shape.num_topk, "EXPERTS_PER_RANK": shape.num_experts_per_rank}
         experts = shape.num_experts_per_rank
         none = torch.zeros((experts, 1, 1, 2, UNIT_BYTES), dtype=torch.uint8, device=buffers.device)

@@ -8,7 +8,7 @@ import torch
 
 from megamoe.backends.hopper.launches import Launches, descriptor
 from megamoe.backends.hopper.packing import CHUNK, UNIT_BYTES, PackedMatrix
-from megamoe.backends.hopper.plan import RING_BOX_ROWS, Counter, RingPlan
+from megamoe.backends.hopper.plan import RING_BOX_ROWS, RingPlan
 
 
 class RingLaunches(Launches):
@@ -23,8 +23,7 @@ class RingLaunches(Launches):
             *weight_descriptors(w13),
             w13.out_factor,
             *self._ring_boxes(b.image, ring),
-            b.work[b.sizes.tiled_offset :],
-            b.work[Counter.NUM_TILED_ENTRIES :],
+            *b.tiled_entries,
             self._limit,
             self.device.share,
             **chunks,
@@ -42,8 +41,7 @@ class RingLaunches(Launches):
             *weight_descriptors(w2),
             w2.out_factor,
             *self._ring_boxes(b.middle, ring),
-            b.work[b.sizes.tiled_offset :],
-            b.work[Counter.NUM_TILED_ENTRIES :],
+            *b.tiled_entries,
             self.device.share,
             **common,
             **_options(ring, b.sizes.gemm2_groups),
