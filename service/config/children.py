@@ -7,8 +7,6 @@ import os
 from service.config.settings import ServiceConfig
 from service.config.sources import ENV_PREFIX
 
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
 
 def child_environment(config: ServiceConfig) -> dict[str, str]:
     """Variables that a rank process must have before it starts.
@@ -29,7 +27,7 @@ def child_environment(config: ServiceConfig) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         # Idle OpenMP workers must sleep at once: the cores belong to other ranks.
         "OMP_WAIT_POLICY": "PASSIVE",
-        _QUEUES: os.environ.get(_QUEUES, "8"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
 
+from megamoe.backends import hopper
 from megamoe.errors import ConfigError, UnavailableError
 from service.config import load_config
 from service.launch.launcher import check_ranks, cpus_per_rank, gpus_per_rank, rank_environment
@@ -87,13 +89,13 @@ def test_a_rank_is_told_everything_by_value() -> None:
 
 
 def test_ranks_leave_a_gpu_queues_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's own default, whatever a process with many ranks would ask for; an operator's number stands."""
+    """CUDA's own default, whatever the supervisor has asked for by looking for GPUs as a process with many ranks."""
     queues = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(queues, raising=False)
-    config = load_config(env=False)
-    assert rank_environment(config)[queues] == "8"
-    monkeypatch.setenv(queues, "12")
-    assert rank_environment(config)[queues] == "12"
+    monkeypatch.setenv(queues, "7")
+    monkeypatch.delenv(queues)  # as it is when a service starts; put back afterwards
+    hopper.separate_queues()
+    assert os.environ[queues] == "32"
+    assert rank_environment(load_config(env=False))[queues] == "8"
 
 
 def test_a_stop_before_a_rank_was_told_what_to_do_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
