@@ -7,7 +7,8 @@ token and the slot. Nothing behind this file checks again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -110,9 +111,24 @@ class MoeBatch:
             else None,
         )
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return int(self.hidden_states.shape[0])
+
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """Where tensors of it lie that are not on the host."""
+        tensors = self.tensors().values()
+        return frozenset(tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu)
+
+    def tensors(self) -> dict[str, Any]:
+        """Its fields by name: torch.Tensor each, or None."""
+        return {
+            "hidden_states": self.hidden_states,
+            "topk_ids": self.topk_ids,
+            "topk_weights": self.topk_weights,
+            "hidden_states_sf": self.hidden_states_sf,
+        }
 
     def rows(self, start: int, stop: int) -> MoeBatch:
         """The rows [start, stop) as views; what lies past the end is not there."""
@@ -159,12 +175,15 @@ class HostIds:
         """topk_ids: [n, num_topk] int32, contiguous."""
         self._ids = topk_ids
         readable = topk_ids.is_cpu and topk_ids.numel()
-        self._plain = topk_ids.numpy().view(np.uint32).reshape(-1) if readable else None
+        self._plain: np.ndarray | None = topk_ids.numpy().reshape(-1) if readable else None
 
     def check(self, shape: MoeShape) -> None:
         """Raise InvalidArgumentError naming the first token and slot outside [-1, num_experts)."""
-        # One pass over small tensors counts at 61 layers a step: as unsigned numbers, all of [-1, num_experts) plus 1.
-        if self._plain is None or _largest(self._plain + _ONE) <= shape.num_experts:
+        # Of numpy's ways to the ends of a small array, the one that costs least: it counts at 61 layers a step.
+        plain = self._plain
+        if plain is None or (
+            plain.item(plain.argmax()) < shape.num_experts and plain.item(plain.argmin()) >= NO_EXPERT
+        ):
             return
         ids = self._ids
         bad = ((ids < NO_EXPERT) | (ids >= shape.num_experts)).nonzero()[0]
@@ -176,10 +195,6 @@ class HostIds:
                 int(ids[token, slot]),
             )
         )
-
-
-_ONE = np.uint32(1)
-_largest = np.maximum.reduce
 
 
 class StageTimes(NamedTuple):

@@ -40,6 +40,9 @@ class Runtime:
         self.backend = backend
         self.rank = rank
         self.num_slots = num_slots
+        self._shape = bundle.shape
+        self._devices = frozenset({backend.tensor_device})
+        self._max_sub_steps = bundle.deployment.max_sub_steps
         self._policies = StagedPolicies(PathPolicy.of(bundle.deployment))
         self._next_sequence = 0
         self._plan: StepPlan | None = None
@@ -144,12 +147,11 @@ class Runtime:
         rows = plan.num_rows_per_rank[self.rank]
         wrong = None if refusal else self._mismatch(batch, rows, out)
         refused = refusal or wrong is not None
-        shape = self.bundle.shape
         if batch is None or refused:
-            batch = MoeBatch.empty(shape)
+            batch = MoeBatch.empty(self._shape)
         if out is None or refused:
             rows_at = batch.hidden_states.device
-            out = torch.empty((batch.num_rows, shape.hidden), dtype=torch.bfloat16, device=rows_at)
+            out = torch.empty((batch.num_rows, self._shape.hidden), dtype=torch.bfloat16, device=rows_at)
         deadline_s = time.monotonic() + timeout_s
         try:
             reports = tuple(
@@ -168,10 +170,8 @@ class Runtime:
         """Check what is agreed, take the sequence, and choose paths (once per plan: it holds for all layers)."""
         if not 0 <= layer_idx < self.num_slots:
             raise InvalidArgumentError(must_be("layer_idx", f"from 0 to {self.num_slots - 1}", layer_idx))
-        if plan.num_ranks != self.bundle.shape.num_ranks:
-            raise InvalidArgumentError(
-                must_be("ranks of the plan", self.bundle.shape.num_ranks, plan.num_ranks)
-            )
+        if plan.num_ranks != self._shape.num_ranks:
+            raise InvalidArgumentError(must_be("ranks of the plan", self._shape.num_ranks, plan.num_ranks))
         if sequence is None:
             sequence = self._next_sequence
         elif sequence < self._next_sequence:
@@ -188,8 +188,8 @@ class Runtime:
         got = 0 if batch is None else batch.num_rows
         if got != rows:
             return InvalidArgumentError(must_be(f"rows of rank {self.rank}", f"the plan's {rows}", got))
-        wanted = (rows, self.bundle.shape.hidden)
-        if out is not None and (tuple(out.shape) != wanted or out.dtype != torch.bfloat16):
+        wanted = (rows, self._shape.hidden)
+        if out is not None and (out.shape != wanted or out.dtype is not torch.bfloat16):
             return InvalidArgumentError(
                 must_be("out", f"bfloat16 {list(wanted)}", f"{out.dtype} {list(out.shape)}")
             )
@@ -200,15 +200,11 @@ class Runtime:
     def _elsewhere(self, batch: MoeBatch, out: torch.Tensor | None) -> InvalidArgumentError | None:
         """What is wrong with where tensors lie."""
         device = self.backend.tensor_device
-        if device is None:
-            return None
-        for name, tensor in (
-            ("hidden_states", batch.hidden_states),
-            ("hidden_states_sf", batch.hidden_states_sf),
-            ("topk_ids", batch.topk_ids),
-            ("topk_weights", batch.topk_weights),
-            ("out", out),
+        if device is None or (
+            batch.devices <= self._devices and (out is None or out.is_cpu or out.device == device)
         ):
+            return None
+        for name, tensor in (*batch.tensors().items(), ("out", out)):
             if tensor is not None and not tensor.is_cpu and tensor.device != device:
                 wanted = "the host" if device.type == "cpu" else f"the host or {device}"
                 return InvalidArgumentError(must_be(f"{name}.device", wanted, tensor.device))
@@ -226,7 +222,7 @@ class Runtime:
         num_sub_steps: int,
     ) -> SubStepReport:
         idx = sub_step.sub_step_idx
-        launch_idx = sequence * self.bundle.deployment.max_sub_steps + idx
+        launch_idx = sequence * self._max_sub_steps + idx
         launch = Launch(
             slot_idx=layer_idx,
             epoch=launch_idx % (1 << EPOCH_BITS),
@@ -236,12 +232,14 @@ class Runtime:
             refused=refused,
             deadline_s=deadline_s,
         )
-        start = min(sub_step.start_row, batch.num_rows)
-        stop = start if refused else min(start + sub_step.num_rows_per_rank[self.rank], batch.num_rows)
+        num_rows = batch.num_rows
+        start = min(sub_step.start_row, num_rows)
+        stop = start if refused else min(start + sub_step.num_rows_per_rank[self.rank], num_rows)
         backend = self.backend
         try:
-            whole = start == 0 and stop == out.shape[0]
-            backend.begin(launch, batch.rows(start, stop), out if whole else out[start:stop])
+            if stop - start < num_rows:
+                batch, out = batch.rows(start, stop), out[start:stop]
+            backend.begin(launch, batch, out)
             for stage in backend.stages(sub_step.path):
                 backend.launch(stage)
             return backend.finish()

@@ -171,7 +171,7 @@ class FrontGroup:
                 plan_id=plan_id,
                 layer_idx=job.layer_idx,
                 sequence=sequence,
-                **(vars(batch) if batch.num_rows else {}),
+                **(batch.tensors() if batch.num_rows else {}),
             )
             for rank, batch in enumerate(job.batches)
             if batch.num_rows or planned.plan.total_rows == 0

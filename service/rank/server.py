@@ -142,7 +142,7 @@ class RankServicer:
             if call.refusal:
                 raise InvalidArgumentError(call.refusal)
             batch = wire.read_batch(self._shape, call.tensors, envelope.payload)
-            rows = {} if batch.num_rows == 0 else vars(batch)
+            rows = {} if batch.num_rows == 0 else batch.tensors()
             return await self._submit(LayerRequest(**fields, **rows))
         except InvalidArgumentError as error:
             refused: MegaMoeError = error

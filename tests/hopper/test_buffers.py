@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from struct import Struct
 
 import torch
@@ -12,10 +14,12 @@ from megamoe.backends.hopper import record
 from megamoe.backends.hopper.buffers import (
     Addresses,
     RankBuffers,
+    Request,
     allocate_heap,
     control_words,
     heap_offsets,
     host_view,
+    host_words,
     request_words,
     result_bytes,
 )
@@ -76,7 +80,7 @@ def test_status_words_follow_the_request() -> None:
 def test_every_word_of_a_request_is_in_its_place() -> None:
     at = Addresses(5, 101, 102, 103, 104, 105, 106, 107)
     words = request_words(launch_of(0, 0), at, (201, 202, 203, 204, 205, 206), 301)
-    assert len(words) == record.NUM_WORDS
+    assert len(words) == record.NUM_REQUEST_WORDS <= record.FIRST_STATUS
     want = {
         Word.NUM_ROWS: 5,
         Word.TIMEOUT_NS: 301,
@@ -137,3 +141,19 @@ def test_private_tables_are_what_the_plan_says() -> None:
 def test_result_bytes() -> None:
     assert result_bytes(SHAPE, RowFormat.BF16) == 192
     assert result_bytes(SHAPE, RowFormat.FP8) == 99
+
+
+def test_a_request_is_the_whole_one_whatever_was_asked_before() -> None:
+    layout, words = layout_of(), host_words(CPU)
+    request = Request(words, layout)
+    first, second = (Addresses(5, *range(at, at + 7)) for at in (101, 301))
+    launch = launch_of(0, 0)
+    next_layer = launch._replace(slot_idx=1, buffer_idx=1)
+    refused = launch._replace(refused=True)
+    wider = launch._replace(sub_step=replace(launch.sub_step, runtime_capacity=32))
+    asked = product((first, second, first), (launch, next_layer, refused, wider, launch))
+    for epoch, (at, of_epoch_0) in enumerate(asked):
+        one = of_epoch_0._replace(epoch=epoch)
+        request.write(one, at, 1000 + epoch)
+        want = request_words(one, at, heap_offsets(layout, one.slot_idx, one.buffer_idx), 1000 + epoch)
+        assert words.tolist() == [*want, *(0,) * (record.NUM_WORDS - len(want))]

@@ -249,7 +249,8 @@ def test_an_idle_stream_has_nothing_to_publish(played: Driver, monkeypatch: pyte
     monkeypatch.setattr(opened, "_published", SimpleNamespace(record=marked.append))
     for idle in (True, False):
         stream = SimpleNamespace(query=lambda idle=idle: idle)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        for module in (torch.cuda, torch.accelerator):
+            monkeypatch.setattr(module, "current_stream", lambda device, stream=stream: stream)
         opened.publish()
         assert marked == ([] if idle else [stream])
 

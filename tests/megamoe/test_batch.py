@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -157,6 +158,13 @@ def test_minus_one_and_the_last_expert_are_legal() -> None:
     given["topk_ids"][0] = -1
     given["topk_ids"][1] = SHAPE.num_experts - 1
     MoeBatch.of(SHAPE, **given)
+
+
+def test_tensors_are_all_fields_and_only_these() -> None:
+    batch = MoeBatch.of(SHAPE, **tensors(quantized=True))
+    assert (batch.num_rows, batch.devices) == (N, frozenset())  # kept beside the fields once asked for
+    assert list(batch.tensors()) == [field.name for field in fields(MoeBatch)]
+    assert all(tensor is getattr(batch, name) for name, tensor in batch.tensors().items())
 
 
 def test_another_device_is_refused() -> None:

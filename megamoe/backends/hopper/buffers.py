@@ -7,8 +7,10 @@ torch device, so that layouts and stages can be tested without a GPU.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -25,12 +27,15 @@ from megamoe.backends.hopper.tables import TableSizes
 from megamoe.batch import MoeBatch
 from megamoe.bundle import Path, RowFormat
 from megamoe.layout import FlagKind, HeapLayout
+from megamoe.path import SubStep
 from megamoe.shape import MoeShape
 from megamoe.weights import LayerWeights
 
 FLAG_KINDS = tuple(FlagKind)
 _NO_RANKS = (0,) * record.MAX_RANKS
-_NO_STATUS = (0,) * (record.NUM_WORDS - Word.WEIGHTS_SRC - 1)
+_REQUEST = Struct(f"{record.NUM_REQUEST_WORDS}q")
+_EPOCH, _TIMEOUT_NS = int(Word.EPOCH), int(Word.TIMEOUT_NS)
+_OFFSETS = slice(Word.FLAGS_OFFSET, Word.ABORTS_OFFSET + 1)
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ def heap_offsets(layout: HeapLayout, slot_idx: int, buffer_idx: int) -> tuple[in
 def request_words(
     launch: Launch, at: Addresses, offsets: tuple[int, ...], timeout_ns: int
 ) -> tuple[int, ...]:
-    """The control block of a sub-step in the order of Word, status words zero. offsets: of heap_offsets."""
+    """The request of a sub-step in the order of Word. offsets: of heap_offsets."""
     sub_step = launch.sub_step
     rows = sub_step.num_rows_per_rank
     return (
@@ -178,16 +183,42 @@ def request_words(
         *_NO_RANKS[len(rows) :],
         at.ids_src,
         at.weights_src,
-        *_NO_STATUS,
     )
+
+
+class Request:
+    """What the host asks of the next sub-step, in the pinned words that its first kernel takes."""
+
+    def __init__(self, words: torch.Tensor, layout: HeapLayout) -> None:
+        """words: of host_words."""
+        self._words = host_view(words)
+        self._layout = layout
+        self._offsets: dict[int, array[int]] = {}
+        self._last: tuple[Addresses | None, SubStep | None, bool] = (None, None, False)
+
+    def write(self, launch: Launch, at: Addresses, timeout_ns: int) -> None:
+        """Nothing may be under way. Where tensors and sub-step are those of the last request, only what is new."""
+        key = launch.slot_idx << 1 | launch.buffer_idx
+        offsets = self._offsets.get(key)
+        if offsets is None:
+            offsets = self._offsets[key] = array(
+                "q", heap_offsets(self._layout, launch.slot_idx, launch.buffer_idx)
+            )
+        words, (last_at, last_sub_step, was_refused) = self._words, self._last
+        if at is last_at and launch.sub_step is last_sub_step and launch.refused == was_refused:
+            words[_EPOCH], words[_TIMEOUT_NS], words[_OFFSETS] = launch.epoch, timeout_ns, offsets
+            return
+        _REQUEST.pack_into(words, 0, *request_words(launch, at, tuple(offsets), timeout_ns))
+        self._last = at, launch.sub_step, launch.refused
 
 
 def control_words(
     layout: HeapLayout, launch: Launch, batch: MoeBatch, out: torch.Tensor, timeout_ns: int
 ) -> list[int]:
-    """The same for tensors that kernels reach as they are."""
+    """A whole control block, status words zero, for tensors that kernels reach as they are."""
     offsets = heap_offsets(layout, launch.slot_idx, launch.buffer_idx)
-    return list(request_words(launch, Addresses.of(batch, out), offsets, timeout_ns))
+    words = request_words(launch, Addresses.of(batch, out), offsets, timeout_ns)
+    return [*words, *(0,) * (record.NUM_WORDS - len(words))]
 
 
 def result_bytes(shape: MoeShape, row_format: RowFormat) -> int:

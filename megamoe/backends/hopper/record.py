@@ -18,6 +18,7 @@ __all__ = [
     "INFO_FP8",
     "INFO_ROWS_MASK",
     "MAX_RANKS",
+    "NUM_REQUEST_WORDS",
     "NUM_WORDS",
     "POSTED",
     "Word",
@@ -84,3 +85,4 @@ class Word(IntEnum):
 
 
 FIRST_STATUS = int(Word.FAILED)
+NUM_REQUEST_WORDS = Word.WEIGHTS_SRC + 1

@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from megamoe.backends import Launch
 from megamoe.backends.hopper.board import SECTIONS
-from megamoe.backends.hopper.buffers import exchanges_counts
+from megamoe.backends.hopper.buffers import exchanges_counts, packs_densely
 from megamoe.backends.hopper.call import Call
 from megamoe.backends.hopper.record import Word
 from megamoe.batch import Counters, StageTimes, SubStepReport
@@ -23,15 +23,16 @@ _reported = itemgetter(
     Word.PADDED_ROWS,
     Word.DROPPED_SLOTS,
     Word.ROWS_RECEIVED,
-    Word.STARTED_NS,
-    Word.ENDED_NS,
+)
+_FAILED, _REFUSED, _STARTED_NS, _ENDED_NS = map(
+    int, (Word.FAILED, Word.REFUSED, Word.STARTED_NS, Word.ENDED_NS)
 )
 
 
 def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
     """status: int64 [record.NUM_WORDS] as told. Raises PeerTimeoutError naming ranks that did not come,
     PeerRefusedError naming ranks that joined with the error bit."""
-    if not status[Word.FAILED] and not status[Word.REFUSED]:
+    if not status[_FAILED] and not status[_REFUSED]:
         return
     where = f"rank {rank}, slot {launch.slot_idx}, epoch {launch.epoch}"
     if status[Word.FAILED]:
@@ -52,38 +53,39 @@ def raise_failures(status: Sequence[int], launch: Launch, rank: int) -> None:
 
 def report_of(status: Sequence[int], call: Call, shape: MoeShape) -> SubStepReport:
     """The report of a call that did not fail. Its marks must have passed."""
-    sub_step, closing = call.launch.sub_step, call.launch.closing
-    fp8, sent, padded, dropped, received, started_ns, ended_ns = _reported(status)
-    counted = exchanges_counts(sub_step.path)
-    flag_bytes = _flag_bytes(sub_step.path, closing, shape.num_ranks, shape.num_experts_per_rank)
+    sub_step, total_us = call.launch.sub_step, (status[_ENDED_NS] - status[_STARTED_NS]) / 1e3
+    path, num_ranks = sub_step.path, shape.num_ranks
+    fp8, sent, padded, dropped, received = _reported(status)
+    counted, barriers, flag_bytes = _fixed(path, call.launch.closing, num_ranks, shape.num_experts_per_rank)
     return SubStepReport(
-        path=sub_step.path,
+        path=path,
         runtime_capacity=sub_step.runtime_capacity,
         num_rows_per_rank=sub_step.num_rows_per_rank,
-        row_format_per_rank=_row_formats(fp8, shape.num_ranks),
+        row_format_per_rank=_row_formats(fp8, num_ranks),
         counters=Counters(
-            count_exchanges=int(counted),
-            prepare_passes=int(counted),
+            count_exchanges=counted,
+            prepare_passes=counted,
             launches=call.num_launches,
-            group_barriers=int(call.compact) + int(closing),
+            group_barriers=barriers,
             bytes_sent=sent + flag_bytes,
             padded_rows=padded,
             dropped_slots=dropped,
             rows_received=received,
         ),
-        times=StageTimes(**call.stage_us(), total_us=(ended_ns - started_ns) / 1e3),
+        times=StageTimes(**call.stage_us(), total_us=total_us),
     )
 
 
 @cache
-def _flag_bytes(path: Path, closing: bool, num_ranks: int, experts_per_rank: int) -> int:
-    """Flags and counts that a rank sends to its peers in a sub-step."""
+def _fixed(path: Path, closing: bool, num_ranks: int, experts_per_rank: int) -> tuple[int, int, int]:
+    """(Exchanges of counts, barriers of the group, bytes of flags and counts that a rank sends to its peers)."""
     counted = exchanges_counts(path)
     num_flags = (3 if counted else 2) + closing
     if path is Path.LARGE_M:
         num_flags += SECTIONS - 1
     counts = experts_per_rank if path is Path.LARGE_M else num_ranks
-    return (num_ranks - 1) * (num_flags * FLAG_BYTES + 4 * counts * counted)
+    num_bytes = (num_ranks - 1) * (num_flags * FLAG_BYTES + 4 * counts * counted)
+    return int(counted), int(packs_densely(path)) + int(closing), num_bytes
 
 
 @cache

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from struct import Struct
 from typing import NamedTuple
 
 import torch
 
 from megamoe.backends import Launch
-from megamoe.backends.hopper.buffers import Addresses, BoundLayer, heap_offsets, host_view, request_words
+from megamoe.backends.hopper.buffers import Addresses, BoundLayer, Request, host_view
 from megamoe.backends.hopper.call import LAUNCH, STAGES, Call, Recipes
 from megamoe.backends.hopper.graphs import StepGraphs
 from megamoe.backends.hopper.kernels import Kernels
 from megamoe.backends.hopper.memory import DeviceMemory
-from megamoe.backends.hopper.record import NUM_WORDS
 from megamoe.backends.hopper.report import raise_failures, report_of
 from megamoe.backends.hopper.staging import Outgoing, Staging
 from megamoe.backends.hopper.stream import RankStream
@@ -29,7 +27,6 @@ from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTi
 _MIN_TIMEOUT_NS = 1_000_000
 _MAX_PLACED = 64
 _NO_ROWS = Addresses(0, 0, 0, 0, 0, 0)
-_WORDS = Struct(f"{NUM_WORDS}q")
 
 
 class Placed(NamedTuple):
@@ -54,9 +51,8 @@ class SubSteps:
         self._stream = stream
         self._graphs = graphs
         self._recipes = Recipes(self._buffers.layout.bundle)
-        self._request = host_view(self._buffers.request)
+        self._request = Request(self._buffers.request, self._buffers.layout)
         self._report = host_view(self._buffers.report)
-        self._offsets: dict[tuple[int, int], tuple[int, ...]] = {}
         self._placed: dict[int, Placed] = {}
         """By the id of their batch, which they keep."""
         staging.pins.on_discard = self._placed.clear
@@ -117,12 +113,8 @@ class SubSteps:
 
     def _ask(self, launch: Launch, at: Addresses) -> None:
         """Write the request to where the first kernel takes it from. Nothing may be under way."""
-        key = (launch.slot_idx, launch.buffer_idx)
-        offsets = self._offsets.get(key)
-        if offsets is None:
-            offsets = self._offsets[key] = heap_offsets(self._buffers.layout, *key)
         left_ns = max(int((launch.deadline_s - time.monotonic()) * 1e9), _MIN_TIMEOUT_NS)
-        _WORDS.pack_into(self._request, 0, *request_words(launch, at, offsets, left_ns))
+        self._request.write(launch, at, left_ns)
         self._asked = True
 
     def _owner_of(self, rows: int) -> DeviceMemory | None:
