@@ -42,6 +42,7 @@ SECONDS_BUCKETS = tuple(
 ROWS_BUCKETS = tuple(float(1 << power) for power in range(16))
 """1 to 32,768 rows: the largest step of the largest profile."""
 _PHASES = (Phase.PREFILL, Phase.DECODE)
+_STAGES = StageTimes.stages()
 _OBSERVE_PERIOD_S = 0.1
 
 T = TypeVar("T")
@@ -95,6 +96,9 @@ class RankMetrics:
         self._balance = balance
         self._layout = plan_layout(bundle)
         self._most_heap = 0
+        self._most_rows: dict[Path, int] = {}
+        self._sums: collections.defaultdict[Counter, int] = collections.defaultdict(int)
+        self._known_fall_off: tuple[StepPlan | None, PathPolicy | None, int, bool] = (None, None, 0, False)
         self._labels = {"rank": str(rank), "model_name": model_name}
         self._last_path: Path | None = None
         self._balance_at = 0.0
@@ -113,7 +117,7 @@ class RankMetrics:
     def _define(self) -> None:
         paths = [{"path": str(path)} for path in Path]
         path_phases = [{"path": str(path), "phase": str(phase)} for path in Path for phase in _PHASES]
-        path_stages = [{"path": str(path), "stage": s} for path in Path for s in StageTimes.stages()]
+        path_stages = [{"path": str(path), "stage": s} for path in Path for s in _STAGES]
         phases = [{"phase": str(phase)} for phase in Phase]
         codes = [{"code": code} for code in ERROR_BY_CODE]
 
@@ -233,35 +237,37 @@ class RankMetrics:
             self._group_mean.observe(plan.total_rows / plan.num_ranks)
 
     def _observe_step(self, plan: StepPlan, policy: PathPolicy, reports: tuple[SubStepReport, ...]) -> None:
-        self._calls[()].inc()
+        """Counters are only summed up here, and brought to their series once a batch: that costs a tenth."""
+        sums = self._sums
+        sums[self._calls[()]] += 1
         if self.rank == 0:
-            self._group_calls.inc()
+            sums[self._group_calls] += 1
         for idx, report in enumerate(reports):
-            path, phase = str(report.path), str(plan.phase)
-            counters, times = report.counters, report.times
-            self._sub_steps[(path, phase)].inc()
-            self._latency[(path, phase)].observe(times.total_us * 1e-6)
-            for stage in StageTimes.stages():
-                spent_us = getattr(times, f"{stage}_us")
+            path, _, rows, _, counters, times = report
+            kind = (path, plan.phase)
+            sums[self._sub_steps[kind]] += 1
+            self._latency[kind].observe(times.total_us * 1e-6)
+            for stage, spent_us in zip(_STAGES, times):
                 if spent_us:
                     self._stage[(path, stage)].observe(spent_us * 1e-6)
             self._wait[()].observe(times.wait_us * 1e-6)
-            self._rows[(path,)].inc(report.num_rows_per_rank[self.rank])
-            self._received[(path,)].inc(counters.rows_received)
-            self._bytes_sent[(path,)].inc(counters.bytes_sent)
-            self._padded[()].inc(counters.padded_rows)
-            self._dropped[()].inc(counters.dropped_slots)
-            self._observe_heap(report)
+            sums[self._rows[(path,)]] += rows[self.rank]
+            sums[self._received[(path,)]] += counters.rows_received
+            sums[self._bytes_sent[(path,)]] += counters.bytes_sent
+            sums[self._padded[()]] += counters.padded_rows
+            sums[self._dropped[()]] += counters.dropped_slots
+            self._observe_heap(path, max(rows))
             if self._balance:
                 self._balance.add(self.rank, counters.rows_received)
             if self.rank == 0:
                 self._observe_group(plan, policy, idx, report)
 
-    def _observe_heap(self, report: SubStepReport) -> None:
+    def _observe_heap(self, path: Path, max_rows: int) -> None:
         """Bytes of the regions that these row counts fill, out of the worst case that the path is sized for."""
-        path_bytes = self._layout.path_bytes(report.path)
-        largest = self._bundle.capacities(report.path)[-1]
-        used = path_bytes * max(report.num_rows_per_rank) // largest
+        if max_rows <= self._most_rows.get(path, -1):
+            return
+        self._most_rows[path] = max_rows
+        used = self._layout.path_bytes(path) * max_rows // self._bundle.capacities(path)[-1]
         if used > self._most_heap:
             self._most_heap = used
             self.heap_high_water.set(used)
@@ -270,21 +276,31 @@ class RankMetrics:
         if self._last_path not in (None, report.path):
             self._group_switches[(str(self._last_path), str(report.path))].inc()
         self._last_path = report.path
-        sub_step = SubStep(
-            sub_step_idx=idx,
-            start_row=0,
-            stop_row=max(report.num_rows_per_rank),
-            path=report.path,
-            runtime_capacity=report.runtime_capacity,
-            num_rows_per_rank=report.num_rows_per_rank,
-        )
-        if is_fall_off(sub_step, plan.phase, self._bundle, policy):
+        if self._fell_off(plan, policy, idx, report):
             self._group_fall_offs.inc()
         if self._balance and time.monotonic() - self._balance_at > 1.0:
             self._balance_at = time.monotonic()
             value = self._balance.balancedness()
             if value is not None:
                 self._group_balance.set(value)
+
+    def _fell_off(self, plan: StepPlan, policy: PathPolicy, idx: int, report: SubStepReport) -> bool:
+        """Found out once for the layers of a step, which have the same plan and policy."""
+        known_plan, known_policy, known_idx, fell_off = self._known_fall_off
+        if plan is known_plan and policy is known_policy and idx == known_idx:
+            return fell_off
+        rows = report.num_rows_per_rank
+        sub_step = SubStep(
+            sub_step_idx=idx,
+            start_row=0,
+            stop_row=max(rows),
+            path=report.path,
+            runtime_capacity=report.runtime_capacity,
+            num_rows_per_rank=rows,
+        )
+        fell_off = is_fall_off(sub_step, plan.phase, self._bundle, policy)
+        self._known_fall_off = plan, policy, idx, fell_off
+        return fell_off
 
     # ------------------------------------------------------------------------------ life
 
@@ -306,6 +322,9 @@ class RankMetrics:
             while self._todo:
                 observe, *values = self._todo.popleft()
                 observe(*values)
+            for series, value in self._sums.items():
+                series.inc(value)
+            self._sums.clear()
 
     def collect(self) -> Iterable[Metric]:
         """Part of every scrape, before the series: it must not be older than the last call."""
