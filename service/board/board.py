@@ -2,29 +2,22 @@
 
 Owns the segment, its lock, and what belongs to no table on it: how far the group is, when a rank last got on, whether
 the group is down. The tables are lease.py's, agreement.py's and call_order.py's. Whatever must be decided once for all
-ranks is written under `locked()` (flock on the segment, which the kernel releases when a process dies; about 1.2 us
-uncontended on the 2-core reference machine). Counters that only hurry a reader up (version, highest sequence) are read
-without it. Refuses a board of another layout; a lock that stays taken is an UnavailableError naming who has it.
+ranks is written under `locked()` (lock.py). Counters that only hurry a reader up (version, highest sequence) are read
+without it. Refuses a board of another layout.
 """
 
 from __future__ import annotations
 
-import fcntl
-import itertools
-import os
 import struct
-import threading
 import time
 from collections.abc import Iterable
 
 from megamoe import SharedSegment, full_fence
-from megamoe.errors import InvalidArgumentError, UnavailableError, must_be
+from megamoe.errors import InvalidArgumentError, must_be
 from service.board import layout
+from service.board.lock import BoardLock
 from service.messages import ErrorReply
 from service.ring.bell import AWAKE_AT, BELL_AT, BUSY_AT, CONTROL_BELL_AT, SUPERVISOR, Bell
-
-_LOCK_SPIN = 50
-_LOCK_TIMEOUT_S = 5.0
 
 
 class Board:
@@ -40,12 +33,13 @@ class Board:
         self.max_micro_batches: int = max_micro_batches
         self.generation: int = generation
         self.writer_id = writer_id
-        self._fd = os.open(segment.path, os.O_RDWR)
-        self._thread_lock = threading.Lock()
-        self._held = _Held(self)
         self._version = segment.word(layout.VERSION_AT)
         self._down = segment.word(layout.DOWN_AT)
         self._u64 = segment.buf.cast("Q")
+        self._lock = BoardLock(segment, self._u64, writer_id)
+        ranks_at = [layout.rank_at(rank) for rank in range(num_ranks)]
+        self._traffic = [(at + layout.TRAFFIC_AT) // 8 for at in ranks_at]
+        self._progress = [(at + layout.PROGRESS_AT) // 8 for at in ranks_at]
         self._bells = [Bell(segment, layout.rank_at(rank), writer_id) for rank in range(num_ranks)]
 
     @classmethod
@@ -88,11 +82,9 @@ class Board:
 
     def close(self) -> None:
         """Drop this mapping. Safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._u64.release()
-            self.segment.close()
+        self._lock.close()
+        self._u64.release()
+        self.segment.close()
 
     def unlink(self) -> None:
         """Remove the board's name. Safe to call twice."""
@@ -100,50 +92,12 @@ class Board:
 
     # ------------------------------------------------------------------------------ lock and words
 
-    def locked(self) -> _Held:
+    def locked(self) -> BoardLock:
         """Hold the board: for the few microseconds in which something is decided for all ranks.
 
         Raises UnavailableError naming the owner if the lock stays taken for 5 s (its process is stopped).
         """
-        return self._held
-
-    def hold(self) -> None:
-        """What entering `locked` does."""
-        self._thread_lock.acquire()
-        try:
-            self._acquire()
-        except BaseException:
-            self._thread_lock.release()
-            raise
-
-    def let_go(self) -> None:
-        """What leaving `locked` does."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        finally:
-            self._thread_lock.release()
-
-    def _acquire(self) -> None:
-        deadline = 0.0
-        for attempt in itertools.count():
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if attempt < _LOCK_SPIN:
-                    os.sched_yield()
-                    continue
-                now = time.monotonic()
-                deadline = deadline or now + _LOCK_TIMEOUT_S
-                if now > deadline:
-                    owner = self._u64[layout.LOCK_OWNER_AT // 8]
-                    who = f"rank {owner}" if owner < layout.MAX_RANKS else "the supervisor"
-                    raise UnavailableError(
-                        f"the group's board must be free within {_LOCK_TIMEOUT_S} s, got held by {who}"
-                    ) from None
-                time.sleep(0.0002)
-            else:
-                self._u64[layout.LOCK_OWNER_AT // 8] = self.writer_id
-                return
+        return self._lock
 
     @property
     def version(self) -> int:
@@ -223,20 +177,19 @@ class Board:
 
     def mark_progress(self, rank: int) -> None:
         """This rank finished a layer call or a plan just now."""
-        self._u64[(layout.rank_at(rank) + layout.PROGRESS_AT) // 8] = time.monotonic_ns()
+        self._u64[self._progress[rank]] = time.monotonic_ns()
 
     def last_progress_s(self, rank: int) -> float:
         """time.monotonic() of the rank's last progress, 0.0 = none yet."""
-        return self._u64[(layout.rank_at(rank) + layout.PROGRESS_AT) // 8] * 1e-9
+        return self._u64[self._progress[rank]] * 1e-9
 
     def mark_traffic(self, rank: int, now_ns: int) -> None:
         """This rank heard of the lease holder."""
-        self._u64[(layout.rank_at(rank) + layout.TRAFFIC_AT) // 8] = now_ns
+        self._u64[self._traffic[rank]] = now_ns
 
     def last_traffic_ns(self) -> int:
         """When any rank last heard of the holder, monotonic nanoseconds."""
-        ranks = range(self.num_ranks)
-        return max(self._u64[(layout.rank_at(rank) + layout.TRAFFIC_AT) // 8] for rank in ranks)
+        return max(self._u64[at] for at in self._traffic)
 
     # ------------------------------------------------------------------------------ the group is down
 
@@ -252,21 +205,6 @@ class Board:
     def down(self) -> ErrorReply | None:
         """Why the group is down, or None."""
         return layout.unpack_error(self.buf, layout.DOWN_ERROR_AT) if self._down.load() else None
-
-
-class _Held:
-    """`with board.locked()`: one object a board, since every layer call enters it."""
-
-    __slots__ = ("_board",)
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def __enter__(self) -> None:
-        self._board.hold()
-
-    def __exit__(self, *_: object) -> None:
-        self._board.let_go()
 
 
 def board_name(group_name: str) -> str:

@@ -73,7 +73,7 @@ class CallOrder:
         error = unpack_error(buf, at + _ERROR_AT) if state == SlotState.GIVEN_UP else None
         return Slot(sequence, SlotState(state), call, refusing, error)
 
-    def _write(self, sequence: int, state: SlotState, call: CallId | None, refusing: int) -> None:
+    def _write(self, sequence: int, state: int, call: CallId | None, refusing: int) -> None:
         serial, step_id, micro_batch_idx, layer_idx = 0, 0, 0, -1
         if call is not None:
             plan_id = call.plan_id
@@ -102,30 +102,31 @@ class CallOrder:
         """The lowest sequence that the board still remembers or that comes next."""
         return max(self._board.highest_sequence - ORDER_SLOTS + 1, 0)
 
-    def join(self, sequence: int, call: CallId) -> tuple[Slot, ErrorReply | None]:
+    def join(self, sequence: int, call: CallId) -> tuple[Slot, ErrorReply | None] | None:
         """Begin a sequence: claim it, or find it claimed or given up by another rank.
 
-        Returns the slot and, if it is claimed for another call than ours, the error with which this rank must join
-        that call. Raises StaleCallError when the sequence is long gone.
+        Returns None when it is claimed for this call. Else the slot and, if it is claimed for another call than ours,
+        the error with which this rank must join that call. Raises StaleCallError when the sequence is long gone.
         """
-        board = self._board
+        board, at = self._board, self._at[sequence % ORDER_SLOTS]
         # Claimed for just this call: seen without the lock, since whatever is half written is not equal in all fields.
-        if _SLOT.unpack_from(board.buf, self._at[sequence % ORDER_SLOTS])[:2] == (sequence, _CLAIMED):
+        if _SLOT.unpack_from(board.buf, at)[:2] == (sequence, _CLAIMED):
             claimed = self._read(sequence)
             if claimed is not None and claimed.state is SlotState.CLAIMED and claimed.call == call:
-                return claimed, None
+                return None
         with board.locked():
+            highest = board.highest_sequence
+            if sequence > highest:
+                self._write(sequence, _CLAIMED, call, 0)
+                board.highest_sequence = sequence
+                return None
             slot = self._read(sequence)
             if slot is None:
-                if sequence <= board.highest_sequence:
-                    raise StaleCallError(
-                        f"sequence {sequence} is done: the group is at {board.highest_sequence}"
-                    )
-                self._write(sequence, SlotState.CLAIMED, call, 0)
-                board.highest_sequence = sequence
-                return Slot(sequence, SlotState.CLAIMED, call, 0, None), None
-            if slot.state is SlotState.GIVEN_UP or slot.call == call:
+                raise StaleCallError(f"sequence {sequence} is done: the group is at {highest}")
+            if slot.state is SlotState.GIVEN_UP:
                 return slot, None
+            if slot.call == call:
+                return None
             error = ErrorReply(
                 code="agreement",
                 message=f"sequence {sequence} must be the same call on all ranks: {slot.call}, got {call}",

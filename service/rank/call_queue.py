@@ -166,16 +166,17 @@ class CallQueue:
         assert plan is not None
         assert plan.plan is not None
         try:
-            slot, conflict = self._order.join(call.sequence, call.call_id)
+            joined = self._order.join(call.sequence, call.call_id)
         except StaleCallError as stale:
             # The board forgot it: it ran without us, so it was empty or given up.
             self._done(call, ErrorReply.of(stale) if plan.plan.total_rows else self._empty(call))
             return None, False
-        if slot.state is SlotState.GIVEN_UP:
+        if joined is not None:
+            slot, conflict = joined
+            if conflict is not None:
+                return self._join_refused(slot, conflict, call)
             self._done(call, slot.error or _UNKNOWN)
             return None, False
-        if conflict is not None:
-            return self._join_refused(slot, conflict, call)
         if not plan.plan.total_rows:
             plan.last_layer_idx = call.call_id.layer_idx
             self._done(call, self._empty(call))

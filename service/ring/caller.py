@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Callable
 
@@ -27,11 +28,14 @@ _SPINS_PER_LOOK = 16
 
 _memmove = ctypes.memmove
 _pack_record = layout.RECORD_HEAD.pack_into
-_pack_call = step_codec.LAYER_HEAD.pack_into
-_pack_places = step_codec.PLACES.pack_into
+_pack_call = struct.Struct(
+    f"{layout.RECORD_HEAD.format}{layout.RECORD_ALIGN - layout.RECORD_HEAD.size}x"
+    + (step_codec.LAYER_HEAD.format + step_codec.PLACES.format).replace("<", "")
+).pack_into
+"""The record of a layer call with its body."""
 _pack_descriptor = layout.DESCRIPTOR.pack_into
 _SUBMITTED, _REPLIED, _ALIGN = layout.STATE_SUBMITTED, layout.STATE_REPLIED, layout.RECORD_ALIGN
-_LAYER, _NO_PLACES = codec.LAYER, (0, 0, 0, 0, 0)
+_LAYER, _BODY_BYTES, _NO_PLACES = codec.LAYER, step_codec.LAYER_BODY_BYTES, (0, 0, 0, 0, 0)
 _now_ns, _now = time.monotonic_ns, time.monotonic
 
 
@@ -116,14 +120,9 @@ class RingCaller:
                     _memmove(start + sf_at, pointers[1], num_rows * (spec.hidden // MX_BLOCK))
             _memmove(start + ids_at, pointers[2], num_rows * spec.num_topk * 4)
             _memmove(start + weights_at, pointers[3], num_rows * spec.num_topk * 4)
-        lease, generation, step_id, micro_batch = names
-        buf = self._buf
-        _pack_call(buf, at + _ALIGN, lease, generation, step_id, micro_batch, layer_idx, sequence, 0, 0)
-        _pack_places(buf, at + _ALIGN + step_codec.LAYER_HEAD.size, *places)
         number = self._number
-        _pack_record(
-            buf, at, _SUBMITTED, _LAYER, number, _now_ns(), step_codec.LAYER_BODY_BYTES, num_rows, flags, 0, 0
-        )
+        head = _SUBMITTED, _LAYER, number, _now_ns(), _BODY_BYTES, num_rows, flags, 0, 0
+        _pack_call(self._buf, at, *head, *names, layer_idx, sequence, 0, 0, *places)
         self._publish(at, number, control=False)
         return at
 

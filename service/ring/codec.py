@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,8 +59,11 @@ R_LEASE, R_PLAN, R_LAYER, R_DONE, R_ERROR = range(1, 6)
 
 
 LAYER_REPLY_HEAD = struct.Struct("<ddI")
-_REPORT = struct.Struct("<BI8I8B8Q7d")  # path, capacity, rows per rank, formats per rank, counters, times
+_FACTS = struct.Struct("<BI8I8B")  # path, capacity, rows per rank, formats per rank
+_MEASURED = struct.Struct("<8Q7d")  # counters, times
+_REPORT = struct.Struct("<BI8I8B8Q7d")
 REPORT_BYTES = _REPORT.size
+assert _FACTS.size + _MEASURED.size == REPORT_BYTES
 
 _PATHS = tuple(Path)
 _FORMATS = tuple(RowFormat)
@@ -172,16 +176,20 @@ def _plan_reply(table: dict[str, Any]) -> PlanReply:
 
 
 def _pack_report(report: SubStepReport) -> bytes:
-    rows, formats = report.num_rows_per_rank, report.row_format_per_rank
-    return _REPORT.pack(
-        _PATH_IDX[report.path],
-        report.runtime_capacity,
+    path, capacity, rows, formats, counters, times = report
+    return _pack_facts(path, capacity, rows, formats) + _MEASURED.pack(*counters, *times)
+
+
+@lru_cache(maxsize=256)
+def _pack_facts(path: Path, capacity: int, rows: tuple[int, ...], formats: tuple[RowFormat, ...]) -> bytes:
+    """The part of a report that the layers of a step have in common."""
+    return _FACTS.pack(
+        _PATH_IDX[path],
+        capacity,
         *rows,
         *_PADS[len(rows)],
         *map(_FORMAT_IDX.__getitem__, formats),
         *_PADS[len(formats)],
-        *report.counters,
-        *report.times,
     )
 
 

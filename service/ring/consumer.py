@@ -19,12 +19,13 @@ from megamoe.errors import InvalidArgumentError, must_be
 from service.ring import codec, layout, step_codec
 from service.ring.layout import RingSpec
 from service.ring.lent import LentTable
-from service.ring.record import CallViews, Record, TypedViews
+from service.ring.record import CallViews, ReadyCall, Record, TypedViews
 
 _OWN_PLACES, _OWN_ROWS = 16, 512
 """Places and rows of calls whose ids are copied into memory that a device reaches; ids of others take one copy more."""
-_MOST_VIEWS = 512
-"""Sets of views that are kept for the next call in the same place with as many rows."""
+_MOST_KEPT = 512
+"""Sets of views, and calls with all that they name, that are kept for the next one in the same place."""
+_unpack_head, _unpack_descriptor = layout.RECORD_HEAD.unpack_from, layout.DESCRIPTOR.unpack_from
 
 
 def ring_name(group_name: str, rank: int, ring_idx: int) -> str:
@@ -44,7 +45,9 @@ class RingConsumer:
         self.buf = segment.buf
         self.spec = spec
         self.caller_shape = caller_shape
-        self.lent = LentTable(self._forget_batches)
+        self.ready_calls: dict[tuple[object, ...], ReadyCall] = {}
+        """Of a caller: by their place in the ring, rows, flags, lease and places in lent memory."""
+        self.lent = LentTable(self.ready_calls.clear)
         self.no_rows = torch.empty((0, spec.hidden), dtype=torch.bfloat16)
         self.fault: InvalidArgumentError | None = None
         self.on_close: Callable[[], None] = _nothing
@@ -61,8 +64,8 @@ class RingConsumer:
         self._published = segment.word(layout.PUBLISHED_AT)
         self._completed = segment.word(layout.COMPLETED_AT)
         self._awake = segment.word(layout.AWAKE_AT)
-        self._places: set[int] = set()
-        self._taken: set[int] = set()
+        self._places: dict[int, bool] = {}
+        """Where a caller's records start: whether there is one that is not answered."""
         self._num_taken = self._num_completed = self._published.load()
 
     @classmethod
@@ -98,28 +101,34 @@ class RingConsumer:
                 must_be("requests in flight", f"at most {layout.TABLE_LEN}", published - self._num_taken)
             )
             return records
+        buf = self.buf
         while self._num_taken != published:
             slot = self._num_taken % layout.TABLE_LEN
-            (offset,) = layout.DESCRIPTOR.unpack_from(
-                self.buf, layout.TABLE_AT + slot * layout.DESCRIPTOR.size
-            )
-            if self.caller_shape is not None:
-                wrong = "" if offset in self._places else layout.misplaced(self.spec, offset)
-                head = layout.RECORD_HEAD.unpack_from(self.buf, offset) if not wrong else ()
-                wrong = wrong or _malformed(self.spec, offset, head, self._num_taken)
-                if offset in self._taken:
-                    wrong = must_be("place of a record", "free: its last record is not answered", offset)
-                if wrong:
-                    self._fail(wrong)
-                    break
-                self._places.add(offset)
-                self._taken.add(offset)
+            (offset,) = _unpack_descriptor(buf, layout.TABLE_AT + slot * layout.DESCRIPTOR.size)
+            if self.caller_shape is None:
+                head = _unpack_head(buf, offset)
             else:
-                head = layout.RECORD_HEAD.unpack_from(self.buf, offset)
+                head = self._checked_head(offset)
+                if not head:
+                    break
             records.append(Record(self, offset, head))
             self._num_taken = (self._num_taken + 1) & 0xFFFFFFFF
         self.num_open += len(records)
         return records
+
+    def _checked_head(self, offset: int) -> tuple[int, ...]:
+        """The head of a caller's next record; () where there is none, and then the ring is read no more."""
+        is_taken = self._places.get(offset)
+        wrong = layout.misplaced(self.spec, offset) if is_taken is None else ""
+        head = () if wrong else _unpack_head(self.buf, offset)
+        wrong = wrong or _malformed(self.spec, offset, head, self._num_taken)
+        if is_taken:
+            wrong = must_be("place of a record", "free: its last record is not answered", offset)
+        if wrong:
+            self._fail(wrong)
+            return ()
+        self._places[offset] = True
+        return head
 
     def _fail(self, text: str) -> None:
         """Read no more, and say why where the producer looks."""
@@ -149,14 +158,16 @@ class RingConsumer:
                 )
             own = self._own_ids_at(offset, rows)
             found = CallViews(self._typed, self.spec, offset, where, rows, flags, own)
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MOST_KEPT:
                 self._views.clear()
             self._views[key] = found
         return found
 
-    def _forget_batches(self) -> None:
-        for views in self._views.values():
-            views.forget_batches()
+    def keep_ready(self, key: tuple[object, ...], call: ReadyCall) -> None:
+        """For the next call of a caller that names the same. Until any of its lent memory goes."""
+        if len(self.ready_calls) >= _MOST_KEPT:
+            self.ready_calls.clear()
+        self.ready_calls[key] = call
 
     def _own_ids_at(self, offset: int, rows: int) -> torch.Tensor | None:
         """Room of a place's own for a caller's ids; None where there is none left, or they are too many."""
@@ -182,7 +193,8 @@ class RingConsumer:
         fence()
         buf[offset + layout.STATE_AT] = layout.STATE_REPLIED
         self.num_open -= 1
-        self._taken.discard(offset)
+        if self.caller_shape is not None:
+            self._places[offset] = False
         self._num_completed = (self._num_completed + 1) & 0xFFFFFFFF
         self._completed.store(self._num_completed)
         full_fence()
@@ -194,6 +206,7 @@ class RingConsumer:
         on_close, self.on_close = self.on_close, _nothing
         on_close()
         self._views.clear()
+        self.ready_calls.clear()
         self.segment.close()
         self.segment.unlink()
 
@@ -207,7 +220,7 @@ _CALLER_KINDS = (codec.INTENT, codec.LAYER, codec.CLOSE)
 
 def _malformed(spec: RingSpec, offset: int, head: tuple[int, ...], number: int) -> str:
     """Why these bytes of a caller are no record, "" if they are one: then a reply to it stays inside the ring."""
-    state, kind, said, _, body_bytes, *_ = head
+    state, kind, said, _, body_bytes, _, _, _, _ = head
     if state != layout.STATE_SUBMITTED:
         return must_be("state of a record", f"{layout.STATE_SUBMITTED} (submitted)", state)
     if kind not in _CALLER_KINDS:

@@ -13,14 +13,11 @@ import torch
 from megamoe import MX_BLOCK, OpenMemory
 from megamoe.errors import InvalidArgumentError, must_be
 
-_MOST_VIEWS = 512
-"""Views that are kept for the next call with the same places: callers reuse theirs."""
-
 
 class LentMemory:
     """One opened piece of a caller's memory. on_unused: called once, when it is dropped and no call uses it."""
 
-    __slots__ = ("_is_dropped", "_memory", "_num_users", "_on_unused", "_views", "lease_serial", "memory_id")
+    __slots__ = ("_is_dropped", "_memory", "_num_users", "_on_unused", "lease_serial", "memory_id")
 
     def __init__(
         self,
@@ -35,21 +32,13 @@ class LentMemory:
         self._on_unused = on_unused
         self._num_users = 0
         self._is_dropped = False
-        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def view(self, name: str, offset: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns] at an offset. Raises InvalidArgumentError naming the tensor: not aligned, not inside."""
-        key = (offset, rows, columns, dtype)
-        found = self._views.get(key)
-        if found is None:
-            try:
-                found = self._memory.tensor(offset, (rows, columns), dtype)
-            except InvalidArgumentError as error:
-                raise InvalidArgumentError(f"{name} in memory {self.memory_id}: {error}") from None
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            self._views[key] = found
-        return found
+        try:
+            return self._memory.tensor(offset, (rows, columns), dtype)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{name} in memory {self.memory_id}: {error}") from None
 
     def use(self) -> None:
         self._num_users += 1
@@ -57,7 +46,8 @@ class LentMemory:
     def release(self) -> None:
         """A call that used it is answered."""
         self._num_users -= 1
-        self._end_if_unused()
+        if self._is_dropped:
+            self._end_if_unused()
 
     def drop(self) -> None:
         """No new call may name it. Once."""
@@ -65,8 +55,7 @@ class LentMemory:
         self._end_if_unused()
 
     def _end_if_unused(self) -> None:
-        if self._is_dropped and not self._num_users:
-            self._views.clear()
+        if not self._num_users:
             self._on_unused(self._memory)
 
 
@@ -116,10 +105,10 @@ class LentTable:
         num_rows: int,
         hidden: int,
         mxfp8: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[LentMemory, LentMemory]]:
-        """(hidden_states, their scales or None, out, the memories in use) of a call with `places` in its head.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[LentMemory, ...]]:
+        """(hidden_states, their scales or None, out, the memories that they lie in) of a call with such `places`.
 
-        Raises InvalidArgumentError naming field, wanted and got; nothing is in use then.
+        Raises InvalidArgumentError naming field, wanted and got.
         """
         rows_id, out_id, rows_at, sf_at, out_at = places
         source = self._get("memory of hidden_states", rows_id, lease_serial)
@@ -136,9 +125,7 @@ class LentTable:
                 _check_apart(
                     "hidden_states_sf", sf_at, num_rows * (hidden // MX_BLOCK), out_at, num_rows * 2 * hidden
                 )
-        source.use()
-        target.use()
-        return x, sf, out, (source, target)
+        return x, sf, out, (source,) if source is target else (source, target)
 
 
 def _check_apart(name: str, at: int, num_bytes: int, out_at: int, out_bytes: int) -> None:

@@ -5,8 +5,7 @@ See consumer.py for who makes records and what is believed of them.
 
 from __future__ import annotations
 
-import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,10 +18,6 @@ from service.ring.lent import LentMemory
 
 if TYPE_CHECKING:
     from service.ring.consumer import RingConsumer
-
-
-_memmove = ctypes.memmove
-_MOST_BATCHES = 16
 
 
 class TypedViews:
@@ -41,7 +36,7 @@ class TypedViews:
 class CallViews:
     """The tensors of one place in the ring. rows: None where they lie in lent memory, as do scales and out."""
 
-    __slots__ = ("_batches", "_copy", "_host_ids", "ids", "out", "own_ids", "rows", "sf", "weights")
+    __slots__ = ("_host_ids", "_own", "_theirs", "ids", "out", "own_ids", "rows", "sf", "weights")
 
     def __init__(
         self,
@@ -53,15 +48,13 @@ class CallViews:
         flags: int,
         own_ids: torch.Tensor | None,
     ) -> None:
-        """own_ids: [rows, num_topk] int32 of this process alone, for `checked`."""
+        """own_ids: [rows, num_topk] int32 of this process alone, for `take_ids`."""
         view, mxfp8 = views.at, bool(flags & layout.FLAG_MXFP8)
         self.ids = view(start + where.ids_at, rows, spec.num_topk, torch.int32)
         self.weights = view(start + where.weights_at, rows, spec.num_topk, torch.float32)
         self.own_ids = torch.empty_like(self.ids) if own_ids is None else own_ids
         self._host_ids = HostIds(self.own_ids)
-        self._batches: dict[int, MoeBatch] = {}
-        """By the id of their rows, which they keep: callers with rows in memory of theirs use few places in turn."""
-        self._copy = self.own_ids.data_ptr(), self.ids.data_ptr(), 4 * rows * spec.num_topk
+        self._own, self._theirs = _bytes_of(self.own_ids), _bytes_of(self.ids)
         self.rows: torch.Tensor | None = None
         self.sf: torch.Tensor | None = None
         self.out: torch.Tensor | None = None
@@ -72,25 +65,23 @@ class CallViews:
             if mxfp8:
                 self.sf = view(start + where.sf_at, rows, spec.hidden // MX_BLOCK, torch.uint8)
 
-    def checked(self, shape: MoeShape, x: torch.Tensor, sf: torch.Tensor | None) -> MoeBatch:
-        """The batch of a caller's rows with the ids as they are now. Holds until the place's next record.
+    def take_ids(self, shape: MoeShape) -> None:
+        """A caller's ids into own_ids, where no other process can change them, and only then checked.
 
-        Raises InvalidArgumentError for ids that are none. They are copied to where no other process can change them
-        before they are checked.
+        They hold until the place's next record. Raises InvalidArgumentError for ids that are none.
         """
-        _memmove(*self._copy)
+        self._own[:] = self._theirs
         self._host_ids.check(shape)
-        batch = self._batches.get(id(x))
-        if batch is None or batch.hidden_states is not x or batch.hidden_states_sf is not sf:
-            batch = MoeBatch(x, self.own_ids, self.weights, sf)
-            if len(self._batches) == _MOST_BATCHES:
-                self._batches.clear()
-            self._batches[id(x)] = batch
-        return batch
 
-    def forget_batches(self) -> None:
-        """Let go of rows in memory of the caller."""
-        self._batches.clear()
+
+class ReadyCall(NamedTuple):
+    """All that a caller's call names, as its ring keeps it for the next one that names the same. memories: where its
+    rows and its result lie."""
+
+    views: CallViews
+    batch: MoeBatch
+    out: torch.Tensor | None
+    memories: tuple[LentMemory, ...]
 
 
 class Record:
@@ -102,7 +93,7 @@ class Record:
         "_consumer",
         "_flags",
         "_head",
-        "_in_use",
+        "_memories",
         "_offset",
         "_out",
         "_reply_at",
@@ -120,7 +111,7 @@ class Record:
         self._head: step_codec.LayerHead | None = None
         self._batch: MoeBatch | None = None
         self._out: torch.Tensor | None = None
-        self._in_use: tuple[LentMemory, LentMemory] | None = None
+        self._memories: tuple[LentMemory, ...] = ()
         at = offset + layout.RECORD_ALIGN
         # Copied, so that nobody changes it between a check and its use.
         self._body = bytes(consumer.buf[at : at + body_bytes])
@@ -165,16 +156,28 @@ class Record:
             )
         if not rows:
             return
+        key = self._offset, rows, flags, head.lease_serial, head.places
+        ready = consumer.ready_calls.get(key)
+        if ready is None:
+            ready = self._make_ready(head, shape)
+            consumer.keep_ready(key, ready)
+        ready.views.take_ids(shape)
+        for memory in ready.memories:
+            memory.use()
+        _, self._batch, self._out, self._memories = ready
+
+    def _make_ready(self, head: step_codec.LayerHead, shape: MoeShape) -> ReadyCall:
+        """Raises InvalidArgumentError naming what of its places cannot be."""
+        consumer, flags, rows = self._consumer, self._flags, self.num_rows
         views = consumer.views_of(self._offset, rows, flags)
         if views.rows is not None:
-            x, sf, self._out = views.rows, views.sf, views.out
-        else:
-            assert head.places is not None
-            mxfp8 = bool(flags & layout.FLAG_MXFP8)
-            x, sf, self._out, self._in_use = consumer.lent.rows(
-                head.places, head.lease_serial, rows, shape.hidden, mxfp8
+            return ReadyCall(
+                views, MoeBatch(views.rows, views.own_ids, views.weights, views.sf), views.out, ()
             )
-        self._batch = views.checked(shape, x, sf)
+        assert head.places is not None
+        mxfp8 = bool(flags & layout.FLAG_MXFP8)
+        x, sf, out, memories = consumer.lent.rows(head.places, head.lease_serial, rows, shape.hidden, mxfp8)
+        return ReadyCall(views, MoeBatch(x, views.own_ids, views.weights, sf), out, memories)
 
     def request(self) -> Request:
         """A control message. Raises InvalidArgumentError for one that is none."""
@@ -221,7 +224,11 @@ class Record:
             too_long = f"reply of {len(body)} bytes does not fit {limit}: this is a bug"
             kind, body = codec.encode_reply(ErrorReply(code="internal", message=too_long))
         consumer.complete(self._offset, kind, self._reply_at, body)
-        if self._in_use is not None:
-            for memory in self._in_use:
-                memory.release()
-            self._in_use = None
+        for memory in self._memories:
+            memory.release()
+        self._memories = ()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous one on the host."""
+    return tensor.view(torch.uint8).view(-1).numpy().data

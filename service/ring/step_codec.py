@@ -21,6 +21,8 @@ MAX_TEXT_BYTES = 1000
 LAYER_HEAD = struct.Struct("<QQQIqQHH")  # lease, generation, step, micro-batch, layer, sequence, code, text
 PLACES = struct.Struct("<IIQQQ")
 """Behind LAYER_HEAD of a call whose rows lie in lent memory: memory of rows, of out; offset of rows, scales, out."""
+_IN_MEMORY = struct.Struct("<QQQIqQHHIIQQQ")
+assert _IN_MEMORY.size == LAYER_HEAD.size + PLACES.size
 LAYER_BODY_BYTES = 128
 """Of a layer call without a refusal, which has room for more."""
 _MAX_CODE_BYTES = 32
@@ -92,18 +94,19 @@ def encode_layer(request: LayerRequest) -> bytes:
 
 def decode_layer(body: Buffer, *, in_memory: bool = False) -> LayerHead:
     """The head of a layer call. Raises InvalidArgumentError for a body that is none."""
-    needed = LAYER_HEAD.size + (PLACES.size if in_memory else 0)
-    if len(body) < needed:
-        raise InvalidArgumentError(must_be("body of a layer call", f"at least {needed} bytes", len(body)))
-    lease, generation, step_id, micro_batch, layer, sequence, code_len, text_len = LAYER_HEAD.unpack_from(
-        body
+    fields = _IN_MEMORY if in_memory else LAYER_HEAD
+    if len(body) < fields.size:
+        raise InvalidArgumentError(
+            must_be("body of a layer call", f"at least {fields.size} bytes", len(body))
+        )
+    lease, generation, step_id, micro_batch, layer, sequence, code_len, text_len, *places = (
+        fields.unpack_from(body)
     )
-    refusal = places = None
-    if code_len:
-        refusal = _text(body, LAYER_HEAD.size, code_len), _text(body, LAYER_HEAD.size + code_len, text_len)
-    elif in_memory:
-        places = PLACES.unpack_from(body, LAYER_HEAD.size)
-    return LayerHead(lease, plan_id_of(generation, step_id, micro_batch), layer, sequence, refusal, places)
+    plan_id = plan_id_of(generation, step_id, micro_batch)
+    if not code_len:
+        return LayerHead(lease, plan_id, layer, sequence, None, tuple(places) if in_memory else None)
+    refusal = _text(body, LAYER_HEAD.size, code_len), _text(body, LAYER_HEAD.size + code_len, text_len)
+    return LayerHead(lease, plan_id, layer, sequence, refusal)
 
 
 def _text(body: Buffer, at: int, num_bytes: int) -> str:

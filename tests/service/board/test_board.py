@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megamoe import Phase, PlanId, StepIntent
 from megamoe.errors import HeapError, InvalidArgumentError, OverloadedError, UnavailableError
-from service.board import board as board_module
+from service.board import lock as lock_module
 from service.board.admission import AdmissionLimits, RankLoad, admit
 from service.board.agreement import Agreed, IntentTable
 from service.board.board import Board
@@ -71,7 +71,7 @@ def _take_and_hang(group_name: str) -> None:
 def test_a_stopped_owner_is_named_and_a_killed_one_lets_go(
     group_name: str, board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board_module, "_LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(lock_module, "_TIMEOUT_S", 0.3)
     child = _SPAWN.Process(target=_take_and_hang, args=(group_name,))
     child.start()
     deadline = time.monotonic() + 60
