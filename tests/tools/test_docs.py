@@ -41,11 +41,22 @@ def test_every_fault_names_tests_that_exist() -> None:
     assert not exists("tools/test_nothing.py::test_every_fault_names_tests_that_exist")
 
 
+def leads_somewhere(page: Path, target: str) -> bool:
+    """Whether a link's file exists and, where it names a section of a document, has a heading of that name."""
+    file, _, section = target.partition("#")
+    path = page.parent / file if file else page
+    if not section or path.suffix != ".md":
+        return path.exists()
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if path.exists() else []
+    return section in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    broken = [
-        f"{page.name}: {target}"
-        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.md")]
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
-        if not (page.parent / target).exists()
-    ]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+    links = [(page, target) for page in pages for target in re.findall(r"\]\(([^):\s]+)\)", page.read_text())]
+    assert len(links) > 10
+    broken = [f"{page.name}: {target}" for page, target in links if not leads_somewhere(page, target)]
     assert broken == []
+    assert leads_somewhere(ROOT / "docs" / "hopper.md", "hopper-versions.md#co-located-callers")
+    assert not leads_somewhere(ROOT / "docs" / "hopper.md", "hopper-versions.md#nothing-of-the-kind")
+    assert not leads_somewhere(ROOT / "docs" / "hopper.md", "no-such-page.md")
