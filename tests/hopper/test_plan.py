@@ -38,7 +38,8 @@ def test_kernels_by_agreed_rows(
     got = plan.plan_gemms(V4_PRO, max_rows)
     assert (got.stream_max_rows, got.block_n, got.ring) == (stream_max_rows, block_n, ring)
     assert not plan.plan_gemms(V4_PRO, max_rows, fp8_rows=True).ring
-    assert not plan.plan_small_m(V4_PRO, max_rows).ring
+    # small_m has the ring where the others have it, and so their bits there.
+    assert plan.plan_small_m(V4_PRO, max_rows).ring == ring
 
 
 @pytest.mark.parametrize("ring", [plan.RING, plan.RING_FEW_ROWS])
@@ -52,8 +53,8 @@ def test_ring_fits_shared_memory_and_registers(ring: plan.RingPlan) -> None:
     stage = plan.RING_CONSUMERS * 2 * UNIT_BYTES + most * CHUNK * 2
     # Beside the ring a consumer takes up to 6.5 KB to lay out what it stores of 32 tokens.
     assert ring.stages * stage + plan.RING_CONSUMERS * 6656 <= 227 * 1024
-    # A warpgroup has 128 threads; the loading warp counts as one, with 24 registers a thread.
-    assert plan.RING_CONSUMERS * plan.RING_REGISTERS + 24 <= 512
+    # A warpgroup has 128 threads; the loading warp counts as one, with 24 registers a thread, 32 in small_m.
+    assert plan.RING_CONSUMERS * plan.RING_REGISTERS + 32 <= 512
     for width, rows in zip(ring.widths, boxes, strict=True):
         # Sums of 128 rows, a chunk's words, and half or all of it as bf16.
         halves = 2 if rows[0] <= plan.RING_WHOLE_CHUNKS else 1
@@ -81,13 +82,14 @@ def test_ring_programs_share_tiles(num_tiles: int, num_programs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "stream_max_rows", "block_n"),
-    [(1, 32, 32), (64, 32, 32), (128, 32, 32), (256, 16, 64), (512, 0, 64)],
+    ("max_rows", "fp8_rows", "stream_max_rows", "block_n"),
+    [(1, False, 32, 32), (56, False, 32, 32), (1024, False, 0, 64), (128, True, 32, 32), (256, True, 16, 32)],
 )
 def test_small_m_kernels_leave_room_for_two_thread_blocks(
-    max_rows: int, stream_max_rows: int, block_n: int
+    max_rows: int, fp8_rows: bool, stream_max_rows: int, block_n: int
 ) -> None:
-    got = plan.plan_small_m(V4_PRO, max_rows)
+    got = plan.plan_small_m(V4_PRO, max_rows, fp8_rows=fp8_rows)
+    assert got.ring is None
     assert (got.stream_max_rows, got.block_n) == (stream_max_rows, block_n)
     for num_columns in (V4_PRO.hidden, V4_PRO.intermediate):
         tiled = got.tiled(num_columns)

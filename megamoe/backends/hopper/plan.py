@@ -270,8 +270,12 @@ def plan_gemms(
 def plan_small_m(
     shape: MoeShape, max_rows: int, *, batch_invariant: bool = False, fp8_rows: bool = False
 ) -> GemmPlan:
-    """For the one launch of small_m, whose thread blocks have the registers of SMALL_M: no ring."""
-    gemms = _streaming_and_tiled(_mean_rows(shape, max_rows), batch_invariant, fp8_rows)
+    """For the one launch of small_m, which is another kernel where the ring serves."""
+    mean = _mean_rows(shape, max_rows)
+    for above, most, ring in _RING_BY_MEAN_ROWS:
+        if above < mean <= most and not fp8_rows:
+            return GemmPlan(stream_max_rows=0, block_n=MIN_BLOCK_N, one_launch=True, ring=ring)
+    gemms = _streaming_and_tiled(mean, batch_invariant, fp8_rows)
     # Where streaming is the rule, its tokens need L1; FP8 rows are quantized in shared memory.
     narrow = fp8_rows or gemms.stream_max_rows == STREAM_LIMIT
     block_n = MIN_BLOCK_N if narrow else min(gemms.block_n, SMALL_M_BLOCK_N)

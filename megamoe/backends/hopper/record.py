@@ -81,7 +81,7 @@ class Word(IntEnum):
     RETURNED = 52
     ANSWERED = 53
     TICKET = 54
-    """Streaming tiles of GEMM2 that small_m's thread blocks have drawn."""
+    """Tiles that small_m's thread blocks have drawn: of the ring, else streaming ones of GEMM2."""
 
 
 FIRST_STATUS = int(Word.FAILED)

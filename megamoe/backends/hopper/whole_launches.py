@@ -9,8 +9,9 @@ import torch
 from megamoe.backends.hopper.board import NARROW_ROWS
 from megamoe.backends.hopper.buffers import BoundLayer
 from megamoe.backends.hopper.device import count
-from megamoe.backends.hopper.launches import Launches
-from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, check_resident, next_power_of_2
+from megamoe.backends.hopper.packing import PackedMatrix
+from megamoe.backends.hopper.plan import SMALL_M, GemmPlan, RingPlan, check_resident, next_power_of_2
+from megamoe.backends.hopper.ring_launches import RingLaunches, weight_descriptors
 from megamoe.backends.hopper.widths import cut_table
 from megamoe.errors import InternalError
 
@@ -18,12 +19,16 @@ _COUNT_PAIRS = 2048
 """(token, slot) pairs that a thread block of the counting launch looks at together."""
 
 
-class WholeLaunches(Launches):
+class WholeLaunches(RingLaunches):
     """Of one rank, on the current stream."""
 
     def small_m(self, layer: BoundLayer, gemms: GemmPlan) -> None:
         """The whole sub-step. gemms: of plan_small_m."""
         from megamoe.backends.hopper.device import small_m
+
+        if gemms.ring is not None and layer.w13 and layer.w2:
+            self._small_m_ring(layer.w13, layer.w2, gemms.ring)
+            return
 
         b, shape = self.buffers, self.buffers.shape
         first, second = gemms.tiled(shape.hidden), gemms.tiled(shape.intermediate)
@@ -75,6 +80,51 @@ class WholeLaunches(Launches):
         )
         # Thread blocks wait for each other: a rank's must all be on the device at once.
         check_resident(compiled.metadata.shared, SMALL_M.occupancy)
+
+    def _small_m_ring(self, w13: PackedMatrix, w2: PackedMatrix, ring: RingPlan) -> None:
+        from megamoe.backends.hopper.device import small_m_ring
+
+        b, shape = self.buffers, self.buffers.shape
+        compiled = small_m_ring.small_m_ring_kernel[(self.device.resident_share,)](
+            b.control,
+            b.bases,
+            b.image,
+            b.middle,
+            *self._ring_boxes(b.image, ring),
+            *self._ring_boxes(b.middle, ring),
+            b.row_slot,
+            b.row_address,
+            b.row_weight,
+            b.block_info,
+            b.work,
+            b.sizes.tiled_offset,
+            *weight_descriptors(w13),
+            w13.out_factor,
+            *weight_descriptors(w2),
+            w2.out_factor,
+            self._limit,
+            self.device.resident_share,
+            **self._ranks,
+            **self._routing,
+            HIDDEN=shape.hidden,
+            ROW_BYTES=b.layout.row_bytes,
+            META_WORDS=b.layout.meta_words,
+            META_BLOCK=next_power_of_2(b.layout.meta_words),
+            RESULT_STRIDE=b.layout.result_bytes,
+            RESULT_BYTES=self.result_bytes,
+            SLOTS=next_power_of_2(shape.num_topk),
+            BINS=next_power_of_2(shape.num_experts_per_rank + 1),
+            CHUNKS1=b.image.shape[1] // 128,
+            CHUNKS2=b.middle.shape[1] // 128,
+            GROUPS1=b.sizes.gemm1_groups,
+            GROUPS2=b.sizes.gemm2_groups,
+            WIDTHS=ring.widths,
+            CUTS=cut_table(ring.widths),
+            STAGES=ring.stages,
+            num_warps=4,
+            **self._chain,
+        )
+        check_resident(compiled.metadata.shared, 1)
 
     def quantize(self, max_rows: int) -> None:
         """large_m's first launch. max_rows: agreed maximum of rows a rank."""

@@ -21,7 +21,7 @@ def _store_piece(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.cons
 
 
 @gluon.jit
-def _finish(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.constexpr):
+def finish(acc0, acc1, factor, rest, row, rows, group, CHUNKS_OUT: gl.constexpr):
     if acc0.shape[1] > 32:
         # In pieces: registers and shared memory are those of 32 tokens.
         first0, second0 = halves(acc0)
@@ -43,5 +43,5 @@ def gemm1_ring_kernel(
     unused; counters: entries of each of WIDTHS, widest first."""
     ring_gemm.run(
         box64, box32, box16, words, scales, work, counters, num_programs, out_factor, (image_out, limit),
-        _finish, CHUNKS_OUT, CHUNKS, GROUPS, WIDTHS, STAGES,
+        finish, CHUNKS_OUT, CHUNKS, GROUPS, WIDTHS, STAGES,
     )  # fmt: skip

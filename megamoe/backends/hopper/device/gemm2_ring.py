@@ -22,7 +22,7 @@ def _store_unit(acc, factor, rest, row, rows, first_feature, HIDDEN: gl.constexp
 
 
 @gluon.jit
-def _finish(acc0, acc1, factor, rest, row, rows, group, STATIC: gl.constexpr):
+def finish(acc0, acc1, factor, rest, row, rows, group, STATIC: gl.constexpr):
     _store_unit(acc0, factor, rest, row, rows, group * 128, STATIC[0], STATIC[1])
     _store_unit(acc1, factor, rest, row, rows, group * 128 + 64, STATIC[0], STATIC[1])
 
@@ -36,5 +36,5 @@ def gemm2_ring_kernel(
     """words, scales, box64, box32, box16: TMA descriptors. work, counters: as for GEMM1."""
     ring_gemm.run(
         box64, box32, box16, words, scales, work, counters, num_programs, out_factor, (row_address, row_weight),
-        _finish, (HIDDEN, FP8), CHUNKS, GROUPS, WIDTHS, STAGES,
+        finish, (HIDDEN, FP8), CHUNKS, GROUPS, WIDTHS, STAGES,
     )  # fmt: skip

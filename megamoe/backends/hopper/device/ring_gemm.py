@@ -44,7 +44,7 @@ def num_tiles(counters, GROUPS: gl.constexpr, WIDTHS: gl.constexpr):
 
 
 @gluon.jit
-def _holds(rows, i: gl.constexpr, WIDTHS: gl.constexpr):
+def holds(rows, i: gl.constexpr, WIDTHS: gl.constexpr):
     """Whether a width, of all widest first, is that of an entry with `rows` rows."""
     narrower: gl.constexpr = WIDTHS[i + 1] if i + 1 < len(WIDTHS) else 0
     return (rows > narrower) & (rows <= WIDTHS[i])
@@ -77,10 +77,10 @@ def load(
         rows = gl.load(entry + 2)
         group = tile % tiles_of(GROUPS) * ring.CONSUMERS
         for i in gl.static_range(len(WIDTHS)):
-            if _holds(rows, i, WIDTHS):
+            if holds(rows, i, WIDTHS):
                 slot, phase = ring.feed(
                     memory, parts(boxes, WIDTHS[i]), words, scales, slot, phase, unit, group, row, ahead,
-                    CHUNKS, GROUPS, STAGES,
+                    0, CHUNKS, CHUNKS, GROUPS, STAGES,
                 )  # fmt: skip
         ahead = gl.to_tensor(0)
         wave += 1
@@ -88,7 +88,7 @@ def load(
 
 
 @gluon.jit
-def _tile(
+def multiply_tile(
     memory, boxes, slot, phase, row, rows, group, factor, rest,
     finish: gl.constexpr, consumer: gl.constexpr, STATIC: gl.constexpr,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -125,8 +125,8 @@ def consume(
         factor = gl.load(out_factor + gl.load(entry))
         group = tile % tiles_of(GROUPS) * ring.CONSUMERS + consumer
         for i in gl.static_range(len(WIDTHS)):
-            if _holds(rows, i, WIDTHS):
-                slot, phase = _tile(
+            if holds(rows, i, WIDTHS):
+                slot, phase = multiply_tile(
                     memory, parts(boxes, WIDTHS[i]), slot, phase, row, rows, group, factor, rest,
                     finish, consumer, STATIC, CHUNKS, GROUPS, STAGES,
                 )  # fmt: skip

@@ -143,16 +143,29 @@ def fill_ahead(
 
 
 @gluon.jit
+def fill_behind(
+    memory, words, scales, slot, phase, unit, group, AHEAD: gl.constexpr, CHUNKS: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The first AHEAD chunks of weights into a ring that is in use, from `slot` on."""
+    for chunk in gl.static_range(AHEAD):
+        mbarrier.wait(memory[5].index(slot), phase ^ 1)
+        _fill_weights(memory, words, scales, slot, unit, chunk, group, True, CHUNKS, GROUPS)
+        slot, phase = advance(slot, phase, STAGES)
+
+
+@gluon.jit
 def feed(
-    memory, boxes, words, scales, slot, phase, unit, group, row, ahead,
+    memory, boxes, words, scales, slot, phase, unit, group, row, ahead, first: gl.constexpr, stop: gl.constexpr,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Every chunk of a tile into the next slot that is empty. boxes: TMA descriptors of its tokens, which begin at an
-    image row; unit: its expert's first unit of weights, which are there for the first `ahead` chunks already."""
+    """The chunks of a tile from `first` to `stop`, each into the next slot that is empty. boxes: TMA descriptors of its
+    tokens, which begin at an image row; unit: its expert's first unit of weights, which are there for the first `ahead`
+    chunks already."""
     full, empty = memory[4], memory[5]
     second: gl.constexpr = 0 if len(boxes) == 1 else boxes[len(boxes) - 1].block_type.nbytes
     NUM_BYTES: gl.constexpr = boxes[0].block_type.nbytes + second
-    for chunk in range(CHUNKS):
+    for chunk in range(first, stop):
         mbarrier.wait(empty.index(slot), phase ^ 1)
         _fill_weights(memory, words, scales, slot, unit, chunk, group, chunk >= ahead, CHUNKS, GROUPS)
         bar = full.index(slot)

@@ -35,6 +35,21 @@ mov.u32 $0, 0;
 }}"""
 SPIN = tl.constexpr(_SPIN.format(bits=64))
 SPIN_WORD = tl.constexpr(_SPIN.format(bits=32))
+# Of a part of a thread block the first thread looks, by its number there.
+SPIN_PART = tl.constexpr(_SPIN.format(bits=64).replace("mov.u32 t, %tid.x;", "mov.b32 t, $3;"))
+# A warp that copies by TMA looks with all of its threads: else ptxas takes what follows for divergent, and every copy
+# needs twice the instructions.
+_SPIN_WARP = """{{
+.reg .pred p;
+.reg .b{bits} seen;
+AGAIN:
+ld.acquire.gpu.global.b{bits} seen, [$1];
+setp.lt.s{bits} p, seen, $2;
+@p bra AGAIN;
+mov.u32 $0, 0;
+}}"""
+SPIN_WARP = tl.constexpr(_SPIN_WARP.format(bits=64))
+SPIN_WORD_WARP = tl.constexpr(_SPIN_WARP.format(bits=32))
 DRAW = tl.constexpr("""{
 .reg .pred p;
 setp.eq.s32 p, $2, 0;
@@ -64,6 +79,43 @@ def await_word(counter, number):
     """The same of a 32-bit counter."""
     tl.inline_asm_elementwise(
         SPIN_WORD, "=r,l,r", [counter.to(tl.int64), number], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.debug_barrier()
+
+
+@triton.jit
+def await_part(counter, number, thread):
+    """await_count for a part of a thread block. thread: the number of each of its threads."""
+    tl.inline_asm_elementwise(
+        SPIN_PART,
+        "=r,l,l,r",
+        [counter.to(tl.int64) + 0 * thread, number.to(tl.int64) + 0 * thread, thread],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
+
+
+@triton.jit
+def await_warp(counter, number):
+    """await_count for one warp."""
+    tl.inline_asm_elementwise(
+        SPIN_WARP,
+        "=r,l,l",
+        [counter.to(tl.int64), number.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
+
+
+@triton.jit
+def await_word_warp(counter, number):
+    """The same of a 32-bit counter."""
+    tl.inline_asm_elementwise(
+        SPIN_WORD_WARP, "=r,l,r", [counter.to(tl.int64), number], dtype=tl.int32, is_pure=False, pack=1
     )
     tl.debug_barrier()
 
