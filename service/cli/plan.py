@@ -61,11 +61,15 @@ def print_plan(config: ServiceConfig, console: Console | None = None) -> bool:
     parts = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in needs.items())
     fits = total <= free
     verdict = "it fits" if fits else "it does NOT fit (Docker: --shm-size; or lower max_tokens_per_rank)"
-    out.print(f"/dev/shm: {_size(total)} needed ({parts}), {_size(free)} free: {verdict}", highlight=False)
+    out.print(
+        f"/dev/shm: {_size(total)} needed ({parts}), {_size(free)} free: {verdict}",
+        highlight=False,
+        soft_wrap=True,
+    )
     try:
         check_backend(bundle)
     except ConfigError as error:
-        out.print(f"on this machine it cannot start: {error}", highlight=False, markup=False)
+        out.print(f"on this machine it cannot start: {error}", highlight=False, markup=False, soft_wrap=True)
     return fits
 
 
