@@ -249,8 +249,7 @@ def test_an_idle_stream_has_nothing_to_publish(played: Driver, monkeypatch: pyte
     monkeypatch.setattr(opened, "_published", SimpleNamespace(record=marked.append))
     for idle in (True, False):
         stream = SimpleNamespace(query=lambda idle=idle: idle)
-        for module in (torch.cuda, torch.accelerator):
-            monkeypatch.setattr(module, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
         opened.publish()
         assert marked == ([] if idle else [stream])
 

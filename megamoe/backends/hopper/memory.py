@@ -111,7 +111,6 @@ class DeviceMemory:
         self._memory = memory
         self._published = published
         self._allocation = allocation
-        self._device_idx = memory.device.index
         start = memory.data_ptr()
         self._addresses = range(start, start + memory.nbytes)
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
@@ -171,9 +170,9 @@ class DeviceMemory:
 
         None where the stream has nothing left to do, for then earlier marks have come too.
         """
-        # torch.cuda makes its stream in Python, which costs more than all else here.
-        if not torch.accelerator.current_stream(self._device_idx).query():
-            self._published.record(torch.cuda.current_stream(self._device_idx))
+        stream = torch.cuda.current_stream(self._memory.device.index)
+        if not stream.query():
+            self._published.record(stream)
 
     def holds(self, address: int) -> bool:
         return address in self._addresses
