@@ -177,6 +177,24 @@ def test_a_heap_that_does_not_fit_is_refused_with_its_size(monkeypatch: pytest.M
         buffers.allocate_heap(layout, CPU)
 
 
+def test_a_gpu_too_full_for_a_context_is_refused_in_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then torch has no allocator yet to say so, and the driver no answer."""
+
+    def fail(why: str) -> Any:
+        def full(*_: object, **__: object) -> None:
+            raise torch.AcceleratorError(f"CUDA error: {why}")
+
+        return full
+
+    monkeypatch.setattr(torch, "zeros", fail("out of memory"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail("out of memory"))
+    with pytest.raises(HeapError, match="at least .* bytes, got too little for a context"):
+        buffers.allocate_heap(plan_layout(BUNDLE), CPU)
+    monkeypatch.setattr(torch, "zeros", fail("an illegal memory access was encountered"))
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        buffers.allocate_heap(plan_layout(BUNDLE), CPU)
+
+
 def test_gpus_of_another_kind_are_refused_where_ranks_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
