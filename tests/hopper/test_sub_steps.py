@@ -21,7 +21,7 @@ from megamoe.backends.hopper.lockstep import IDENTITY, Lockstep
 from megamoe.backends.hopper.record import FIRST_STATUS, Word
 from megamoe.backends.hopper.staging import Staging
 from megamoe.backends.hopper.sub_steps import SubSteps
-from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError
+from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError, UnavailableError
 from megamoe.reference import identity_moe
 from megamoe.routing import route_rank
 
@@ -110,6 +110,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.num_waits = 0
+        self.broken = False
 
     def current(self) -> nullcontext[None]:
         return nullcontext()
@@ -119,6 +120,8 @@ class Stream:
 
     def synchronize(self) -> None:
         self.num_waits += 1
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
 
 
 class Graphs:
@@ -331,3 +334,24 @@ def test_peers_that_gave_up_are_told_nothing() -> None:
     steps.begin(launch_of(Path.COMPACT, 3), IDENTITY, batch, torch.zeros_like(batch.hidden_states))
     steps.abandon(PeerTimeoutError("ranks [1] did not come", [1]))
     assert kernels.said == ["take"]
+
+
+def test_a_gpu_that_fails_takes_its_rank_along() -> None:
+    """Every call of CUDA repeats such an error: the rank would go on refusing calls one by one."""
+    kernels, stream = Kernels(), Stream()
+    steps = steps_of(kernels, stream, None)
+    batch = batch_of(3)
+    out = torch.zeros_like(batch.hidden_states)
+    stream.broken = True
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        run(steps, launch_of(Path.COMPACT, 3, epoch=77), batch, out)
+    said = (
+        r"^GPU of rank 0 \(slot 0, epoch 77, sub-step 0, compact\) must be working, "
+        "got RuntimeError: CUDA error: an illegal memory access was encountered$"
+    )
+    with pytest.raises(UnavailableError, match=said):
+        steps.abandon(raised.value)
+    done = list(kernels.said)
+    with pytest.raises(UnavailableError, match=said):
+        run(steps, launch_of(Path.COMPACT, 3, epoch=78), batch, out)
+    assert kernels.said == done

@@ -2,6 +2,8 @@
 
 Nothing synchronises with the host in between: row counts, work lists and failures live on the device. `begin` writes
 the request into pinned memory, `finish` waits for the stream and reads the status there.
+
+A GPU that fails takes its rank along: every call of its driver repeats the error, so nothing is launched any more.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from megamoe.backends.hopper.report import raise_failures, report_of
 from megamoe.backends.hopper.staging import Outgoing, Staging
 from megamoe.backends.hopper.stream import RankStream
 from megamoe.batch import MoeBatch, SubStepReport
-from megamoe.errors import BindingError, InternalError, PeerRefusedError, PeerTimeoutError
+from megamoe.errors import (
+    BindingError,
+    InternalError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    UnavailableError,
+    must_be,
+)
 
 _MIN_TIMEOUT_NS = 1_000_000
 _MAX_PLACED = 64
@@ -62,6 +71,8 @@ class SubSteps:
         self._asked = False
         """Whether the request is that of the launch entered."""
         self._call: Call | None = None
+        self._lost: UnavailableError | None = None
+        """Why nothing is launched any more."""
 
     @property
     def under_way(self) -> bool:
@@ -73,8 +84,11 @@ class SubSteps:
 
         What the caller has queued on its current stream for tensors on the device comes first; those on the host must
         be complete. Raises BindingError for a slot without weights, and PeerTimeoutError naming this rank when the
-        owner of rows in lent memory has not come to its last publish by the deadline.
+        owner of rows in lent memory has not come to its last publish by the deadline, UnavailableError once the GPU is
+        lost.
         """
+        if self._lost is not None:
+            raise self._lost
         self._entered, self._asked = launch, False
         if layer is None:
             raise BindingError(f"slot {launch.slot_idx} has no weights: bind_layer it before forward")
@@ -163,17 +177,28 @@ class SubSteps:
         return report_of(status, call, self._buffers.shape)
 
     def abandon(self, error: BaseException) -> None:
-        """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now."""
+        """Leave a sub-step that raised. An error of this rank's own ends the launch for its peers now.
+
+        Raises UnavailableError where the GPU does not do that any more: it was lost with the sub-step.
+        """
         launch, self._entered, self._call = self._entered, None, None
-        if launch is None or isinstance(error, PeerTimeoutError | PeerRefusedError):
+        if launch is None or isinstance(error, PeerTimeoutError | PeerRefusedError | UnavailableError):
             return
-        if not self._asked:
-            self._ask(launch, _NO_ROWS)
-        with self._stream.current():
-            # The first kernel may not have been queued: peers look for this launch's epoch.
-            self._kernels.take(1)
-            self._kernels.abort()
-        self._stream.synchronize()
+        try:
+            if not self._asked:
+                self._ask(launch, _NO_ROWS)
+            with self._stream.current():
+                # The first kernel may not have been queued: peers look for this launch's epoch.
+                self._kernels.take(1)
+                self._kernels.abort()
+            self._stream.synchronize()
+        except Exception as lost:
+            sub_step = launch.sub_step
+            where = f"slot {launch.slot_idx}, epoch {launch.epoch}, sub-step {sub_step.sub_step_idx}"
+            gpu = f"GPU of rank {self._buffers.rank} ({where}, {sub_step.path})"
+            first, _, _ = str(lost).partition("\n")
+            self._lost = UnavailableError(must_be(gpu, "working", f"{type(lost).__name__}: {first}"))
+            raise self._lost from error
 
     def _launch_all(self, call: Call) -> None:
         self._kernels.take(call.recipe.grid_rows)
