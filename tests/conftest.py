@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import service  # noqa: F401  (before any test imports grpc)
 from tools import debian_tools, python_tools
 
 GPU_TESTS = Path(__file__).parent / "gpu"
